@@ -158,7 +158,6 @@ def turn_times(
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device has done its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -170,15 +169,13 @@ def random_like(example: Any, size: int) -> Any:
     """Random inputs of the example's shapes for a batch of this size; integers are taken from those in it."""
     random = generator(size)
 
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def one(leaf: Tensor) -> Tensor:
         shape = (size, *leaf.shape[1:])
         if leaf.is_floating_point():
             return torch.randn(shape, generator=random).to(leaf.dtype)
         return leaf.cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
 
-    return map_leaves(one, example)
+    return pytree.tree_map_only(Tensor, one, example)
 
 
 def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:

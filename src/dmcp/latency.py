@@ -288,10 +288,7 @@ def fit(kinds: Mapping[tuple[str, int], Terms], rows: Sequence[Sequence[int]], m
 
 
 def least_errors(table: Array, times: Array) -> Array:
-    """Prices with the least sum of relative errors, which outliers do not bend. (N, P), (N,) -> (P,)
-
-    By iteratively reweighted least squares.
-    """
+    """Prices with the least sum of relative errors, which outliers do not bend. (N, P), (N,) -> (P,)"""
     scale = 1 / times
     for _ in range(_TURNS):
         prices = nonnegative(table * scale[:, None], times * scale)

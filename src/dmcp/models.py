@@ -122,7 +122,7 @@ def sample_shape(model: nn.Module) -> tuple[int, ...]:
 def names(timm: bool = False) -> list[str]:
     """Names that `build` knows: torchvision's and those of small networks, or timm's."""
     if timm:
-        return [f"timm:{name}" for name in _import_timm().list_models()]
+        return [f"timm:{name}" for name in imported("timm", "list_models")()]
     import torchvision
 
     small = [f"{library}:{name}" for library, known in NETS.items() for name in known]
@@ -137,10 +137,9 @@ def find(name: str) -> Callable[..., Any]:
     if library in NETS:
         return NETS[library].get(rest) or _unknown(rest, NETS[library], library, f"All: {', '.join(NETS[library])}.")
     if library == "timm":
-        timm = _import_timm()
-        if not timm.is_model(rest):
-            _unknown(rest, timm.list_models(), "timm")
-        return lambda **kwargs: timm.create_model(rest, **{"pretrained": False} | kwargs)
+        if not imported(library, "is_model")(rest):
+            _unknown(rest, imported(library, "list_models")(), library)
+        return lambda **kwargs: imported(library, "create_model")(rest, **kwargs)
     return imported(library, rest)  # type: ignore[no-any-return]
 
 
@@ -154,14 +153,6 @@ def _torchvision(name: str) -> Callable[..., Any]:
     builder = torchvision.models.get_model_builder(name)
     wanted = {"weights", "weights_backbone"} & {*inspect.signature(builder).parameters}  # else a backbone is downloaded
     return lambda **kwargs: builder(**dict.fromkeys(wanted) | kwargs)
-
-
-def _import_timm() -> Any:
-    try:
-        import timm
-    except ImportError:
-        raise DmcpError("timm is not installed: pip install torch-dmcp[timm]") from None
-    return timm
 
 
 def imported(module: str, name: str) -> Any:

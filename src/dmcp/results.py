@@ -29,7 +29,6 @@ CUT = "right after the cut"  # of a trained model, with the weights of the searc
 TEACHER = "teacher"  # a given one, of the same architecture
 _BASELINES = (ORIGINAL, CUT, TEACHER, UNPRUNED, UNIFORM)
 ROUNDS = 3  # of a few passes that are timed
-_MIN_STEPS = 10  # of a training of which a tenth says something
 _RISE = 0.1  # what the loss of one batch may differ by without a meaning
 
 
@@ -137,10 +136,9 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     found += [f"{row.name}: {', '.join(against(row, other) for other in others)}" for row in results if others]
     found += unknown(rows)
     if rows[0].samples:
-        found.append(f"{rows[0].samples:,} test samples")
-        if not rows[0].own_metric:
-            points = 100 * max(error_of(row) or 0.0 for row in results)
-            found[-1] += f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
+        points = 100 * max(error_of(row) or 0.0 for row in results)
+        sure = f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
+        found.append(f"{rows[0].samples:,} test samples{'' if rows[0].own_metric else sure}")
     return found
 
 
@@ -171,13 +169,9 @@ def error_of(row: Row) -> float | None:
 
 def divergence(name: str, losses: Sequence[float]) -> str:
     """A sentence about a training whose loss, the mean of its last tenth, ended higher than it began; else empty."""
-    if len(losses) < _MIN_STEPS:
+    if not (tenth := len(losses) // 10):  # too few steps to say
         return ""
-    tenth = len(losses) // 10
     first, last = min(losses[0], fmean(losses[:tenth])), fmean(losses[-tenth:])
-    if not last > first + _RISE * abs(first):  # weights that were good at the beginning are no better at the end
-        return ""
-    return (
-        f"The training of {name!r} went wrong: its loss was {first:.4g} at the first step and {last:.4g} at the end; a "
-        "smaller learning rate (--lr, in Python lr of the TrainConfig) often helps."
-    )
+    was = f"its loss was {first:.4g} at the first step and {last:.4g} at the end"
+    text = f"The training of {name!r} went wrong: {was}; a smaller learning rate (--lr) often helps."
+    return text if last > first + _RISE * abs(first) else ""  # weights that were good at first are no better at the end

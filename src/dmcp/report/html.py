@@ -44,10 +44,8 @@ def _template() -> Template:
     """Every text that it is given is escaped, and has no control characters."""
     import jinja2
 
-    def clean(value: Any) -> Any:
-        return plain(value) if type(value) is str else value
-
-    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=clean, trim_blocks=True)
+    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    env.finalize = lambda value: plain(value) if type(value) is str else value
     return env.from_string(Path(__file__).with_name("page.html").read_text())
 
 

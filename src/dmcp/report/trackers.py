@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -30,7 +31,7 @@ class Service(NamedTuple):
     run_id: str = ""
 
 
-class Tracker:
+class Tracker(contextlib.AbstractContextManager["Tracker"]):
     """Sends events of the run in a folder to services, which also keep the settings; made on rank 0.
 
     A service that fails is dropped with a warning, and the run goes on. Every stage counts its steps from 0, and steps
@@ -51,9 +52,6 @@ class Tracker:
                 raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({error}).") from error
         if new := {name: service.run_id for name, service in self.services.items() if service.run_id}:
             Run(folder).write(IDS, ids | new)
-
-    def __enter__(self) -> Tracker:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, service in list(self.services.items()):
