@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,8 +51,8 @@ class Device:
     scale: of a network's time, by its number of parameters.
     """
 
-    def __init__(self, noise: float = 0.0, slow: Callable[[int], bool] = lambda call: False, by: float = 3.0) -> None:
-        self.noise, self.slow, self.by = noise, slow, by
+    def __init__(self, noise: float = 0.0, slow: Callable[[int], bool] = lambda call: False) -> None:
+        self.noise, self.slow = noise, slow
         self.scale: Callable[[int], float] = lambda params: 1.0
         self.random = torch.Generator().manual_seed(1)
         self.calls = 0
@@ -63,7 +62,7 @@ class Device:
         ms = true_ms(net) * self.scale(sum(it.numel() for it in net.parameters()))
         ms *= 1 + self.noise * float(torch.randn((), generator=self.random))
         self.calls += 1
-        return ms * (self.by if self.slow(self.calls - 1) else 1.0)
+        return ms * (3.0 if self.slow(self.calls - 1) else 1.0)
 
 
 @torch.no_grad()
@@ -149,7 +148,7 @@ def test_every_kind_of_network_has_its_table(kind: Any) -> None:
     assert found.largest_error < 0.01 and min(found.terms.values()) >= 0
 
 
-@pytest.mark.parametrize("calls", [{1}, {10}, {7, 10, 12}], ids=str)
+@pytest.mark.parametrize("calls", [{1}, {7, 10, 12}], ids=str)
 def test_an_outlier_does_not_bend_the_table(calls: set[int]) -> None:
     """But it is in the stated error, where it was held out: that is of all that was measured."""
     found = measured(Device(slow=calls.__contains__))
@@ -169,30 +168,14 @@ def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
     assert all(3 <= row[0] <= 4 for row in timing.sample_widths(graph, named)[1:])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"networks": 3},
-        {"dtype": "int8"},
-        {"runtime": "tensorrt"},
-        {"max_channels": {"conv1": True}},
-        {"min_channels": {"nothing": 2}},
-        {"align": 1000},
-        {"min_channels": 3, "max_channels": 4, "align": 2},
-    ],
-    ids=str,
-)
-def test_wrong_settings_are_refused_before_anything_is_measured(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"networks": 3}, {"min_channels": {"nothing": 2}}, {"align": 1000}], ids=str)
+def test_wrong_settings_and_times_are_refused(wrong: dict[str, Any]) -> None:
     device = Device()
     with pytest.raises((BudgetError, WidthsError)):
         measured(device, **wrong)
     assert not device.calls
-
-
-@pytest.mark.parametrize("ms", [-1.0, float("nan")])
-def test_a_function_must_return_milliseconds(ms: float) -> None:
     with pytest.raises(BudgetError):
-        measured(lambda net: ms)
+        measured(lambda net: float("nan"))
 
 
 # costs and budgets
@@ -222,19 +205,14 @@ def test_latency_counts_like_other_costs() -> None:
 
 def test_times_are_read() -> None:
     graph, eight = with_latency(), (Limit("latency", 8 * FS_PER_MS),)
-    for text in ("8ms", "8 MS", "8000us", "0.008s", "latency:8ms", "latency: 8000 us"):
+    for text in ("8ms", "8000us", "0.008s", "latency: 8 MS"):
         assert parse(text, graph).limits == eight
     assert parse("8ms,params:2k", graph).limits == (*eight, Limit("params", 2000))
     half = (Limit("latency", round(table().unpruned_ms * FS_PER_MS) // 2),)
     assert parse("latency:50%", graph).limits == parse("latency:0.5", graph).limits == half
-    for ratio in (0.9, 1.1):  # measured over forecast
-        first = replace(table().networks[0], ms=ratio * table().latency_ms(graph.full))
-        other = replace(table(), networks=(first, *table().networks[1:])).attach(traced()[1])
-        assert parse("latency:50%", other).limits[0].target / other.cost("latency") == pytest.approx(ratio / 2)
-        check_reachable(parse("latency:100%", other), other, other.widths([1] * len(other.spaces)))
 
 
-@pytest.mark.parametrize("text", ["latency:8", "8ms,latency:50%", "-3ms", "1us", "9s"])
+@pytest.mark.parametrize("text", ["latency:8", "1us", "9s"])
 def test_what_is_no_time_or_out_of_reach_is_refused(text: str) -> None:
     graph, device = with_latency(), Device()
     with pytest.raises(BudgetError):
@@ -267,20 +245,10 @@ def test_a_table_of_another_network_is_refused() -> None:
             table().attach(graph)
 
 
-BROKEN: list[Callable[[dict[str, Any]], Any]] = [
-    lambda it: it.pop("terms"),
-    lambda it: it.update(terms=[5]),
-    lambda it: it.update(runtime="abacus"),
-    lambda it: it.update(more=1),
-    lambda it: it.update(format="else"),
-]
-
-
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
-    for change in BROKEN:
-        broken = json.loads(json.dumps(table().to_json()))
-        change(broken)
-        (tmp_path / "table.json").write_text(json.dumps(broken))
+    whole = json.loads(json.dumps(table().to_json()))
+    for change in ({"terms": [5]}, {"runtime": "abacus"}, {"more": 1}, {"format": "else"}):
+        (tmp_path / "table.json").write_text(json.dumps(whole | change))
         with pytest.raises(FileError, match="not a latency table"):
             Latency.load(tmp_path / "table.json")
 
@@ -331,37 +299,12 @@ def test_a_limit_that_is_exceeded_or_not_measured_is_a_warning() -> None:
 # this machine
 
 
-class Processor:
-    """A make-believe clock: each pass takes so long, and other programs have the processor for a while."""
-
-    wall = own = 0.0
-    passes = 0
-
-    def perf_counter(self) -> float:
-        return self.wall
-
-    def thread_time(self) -> float:
-        return self.own
-
-    def get_clock_info(self, name: str) -> Any:
-        return time.get_clock_info(name)
-
-    def call(self, seconds: float) -> None:
-        self.passes += 1
-        self.own += seconds
-        self.wall += seconds * (1.0 if self.passes % 20 == 0 else 2.0 + self.passes % 3)
-
-
-def test_time_of_other_programs_does_not_count_where_one_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_take_turns() -> None:
     order = list[int]()
     exporting.turn_times([lambda: order.append(0), lambda: order.append(1)], rounds=3)
-    assert order == 4 * (4 * [0] + 4 * [1])  # they take turns
-    for threads in (1, 2):
-        clock = Processor()
-        monkeypatch.setattr(exporting, "time", clock)
-        calls = [functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)]
-        long, short = exporting.turn_times(calls, threads=threads)
-        assert (long, short) == pytest.approx((4.0, 1.0)) if threads == 1 else long > 4.5
+    assert order == 4 * (4 * [0] + 4 * [1])
+    short, long = exporting.turn_times([lambda: sum(range(1000)), lambda: sum(range(100_000))], rounds=3)
+    assert 10 * short < long
 
 
 def test_this_machine_is_measured() -> None:
@@ -475,8 +418,6 @@ def test_an_interrupted_run_goes_on_with_the_same_numbers(tmp_path: Path) -> Non
     device = Device(noise=0.5)  # another machine: what was measured counts
     again = prune(budget="latency:60%", latency=device, runtime=runtime)
     assert not device.calls and again.latency == first.latency and again.widths == first.widths
-    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
     with pytest.raises(FileError):
         prune(budget="latency:60%", latency=table(), runtime=runtime)
 
@@ -545,12 +486,10 @@ def test_wrong_tables_and_times_exit_with_2(
     monkeypatch.chdir(tmp_path)
     given = ["--latency", str(table_file)]
     for options in (
-        [*given, "--budget", "1us"],
         [*given, "--budget", "8ms", "--ignore", "layer1"],
         [*given, "--budget", "8ms", "--latency-batch", "8"],
         ["--budget", "8ms", "--latency-device", "cuda", "--latency-runtime", "onnx"],
         ["--budget", "50%", "--latency-batch", "8"],
-        ["--budget", "8ms", "--latency", str(tmp_path / "none.json")],
     ):
         code, out, err = run(capsys, *PRUNE, *options)
         assert (code, out) == (2, "") and err.count("\n") <= 2, err
@@ -567,12 +506,7 @@ def test_the_command_prints_and_writes_a_table(capsys: Capture, tmp_path: Path, 
     code, out, _ = run(capsys, *options, "--json")
     assert Latency.from_json(json.loads(out)).spaces == Latency.load(path).spaces
     fake.calls = 0
-    for wrong in (
-        ["--networks", "3"],
-        ["--runtime", "abacus"],
-        ["--out", str(tmp_path)],
-        ["--out", "/proc/table.json"],
-    ):
+    for wrong in (["--networks", "3"], ["--runtime", "abacus"], ["--out", str(tmp_path)]):
         assert run(capsys, *options, *wrong)[0] == 2 and not fake.calls, wrong
     assert list(tmp_path.iterdir()) == [path]
     fake.slow = lambda call: call % 5 == 0  # all that are held out
@@ -580,17 +514,15 @@ def test_the_command_prints_and_writes_a_table(capsys: Capture, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("command", ["prune", "latency"])
 def test_measuring_is_stopped_at_once(
-    command: str, number: int, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is nothing to save, and nothing to go on with."""
     monkeypatch.chdir(tmp_path)
     before = {it: signal.signal(it, signal.default_int_handler) for it in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(timing.Clock, "times", lambda self, nets: os.kill(os.getpid(), number))
-    options = [*PRUNE, "--budget", "latency:60%"] if command == "prune" else ["latency", *PRUNE[1:3]]
     try:
-        code, out, err = run(capsys, *options, "--out", str(tmp_path / "out"))
+        code, out, err = run(capsys, *PRUNE, "--budget", "latency:60%", "--out", str(tmp_path / "out"))
     finally:
         for it, handler in before.items():
             signal.signal(it, handler)
