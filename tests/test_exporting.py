@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 import importlib.util
 import json
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from dmcp import exporting
 from dmcp.data.datasets import load, preprocessing
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
-from dmcp.modules import tensors_in
 
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet --out"
 HOW = {"mean": [0.5], "std": [2.0], "classes": ["cat", "Käse"]}
@@ -84,51 +81,22 @@ class TwoHeads(nn.Module):
 
     def forward(self, image: Tensor, kind: Tensor) -> dict[str, Any]:
         x = self.conv(image.sub_(1)).mean(dim=(2, 3)) + self.head(kind)
-        return {"z": x, "a": [100 * x.sum(dim=1), None], "best": x.argmax(dim=1)}
+        return {"z": x, "a": [100 * x.sum(dim=1), None], "mean": x.argmax(dim=1)}
 
 
 @both_formats
 def test_networks_with_several_inputs_and_outputs(suffix: str, tmp_path: Path) -> None:
-    image, kind = torch.zeros(1, 3, 8, 8), torch.tensor([6])
+    """Outputs are named as the network names them, also where an op inside has the name (mean)."""
+    image, kind, path = torch.zeros(1, 3, 8, 8), torch.tensor([6]), tmp_path / f"two{suffix}"
     for example in ((image, kind), {"image": image, "kind": kind}):
-        made = dmcp.export(TwoHeads(), example, tmp_path / f"two{suffix}")
-        assert made.difference < 1e-5
-
-
-class Returns(nn.Module):
-    """Two convolutions of an image, in whatever a function makes of them; `mean` is also an op of its own inside."""
-
-    def __init__(self, make: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.one, self.two, self.make = nn.Conv2d(1, 2, 3), nn.Conv2d(1, 3, 3), make
-
-    def forward(self, image: Tensor) -> Any:
-        y = self.one(image)
-        return self.make(y - y.mean(), self.two(image), image)
-
-
-Pair = collections.namedtuple("Pair", ["left", "right"])
-WAYS: list[tuple[Callable[..., Any], list[str]]] = [
-    (lambda a, b, x: a, ["output"]),
-    (lambda a, b, x: [a, None, {"b": b}], ["output_0", "output_2.b"]),
-    (lambda a, b, x: {"heads": [a, {"far": b}], "c": a}, ["heads.0", "heads.1.far", "c"]),
-    (lambda a, b, x: Pair(a, b), ["left", "right"]),
-    (lambda a, b, x: {"mean": b, "sub": 2 * a, "one.weight": b}, ["mean", "sub", "one.weight"]),  # are inside
-]
-
-
-@needs_onnx
-@pytest.mark.parametrize(("make", "outputs"), WAYS)
-def test_outputs_are_named_as_the_network_names_them(
-    make: Callable[..., Any], outputs: list[str], tmp_path: Path
-) -> None:
-    net, x = Returns(make).eval(), torch.randn(3, 1, 8, 8)
-    dmcp.export(net, EXAMPLE, tmp_path / "net.onnx")
-    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "net.onnx")
-    assert [it.name for it in session.get_outputs()] == outputs
-    for name, wanted in zip(outputs, tensors_in(net(x)), strict=True):
-        (found,) = session.run([name], {"image": x.numpy()})
-        torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-4, atol=1e-5)
+        assert dmcp.export(TwoHeads(), example, path).difference < 1e-5
+    if suffix == ".onnx":
+        session = pytest.importorskip("onnxruntime").InferenceSession(path)
+        assert [it.name for it in session.get_inputs()] == ["image", "kind"]
+        assert [it.name for it in session.get_outputs()] == ["z", "a.0", "mean"]
+        dmcp.export(nn.Conv2d(3, 4, 3), image, path)
+        session = pytest.importorskip("onnxruntime").InferenceSession(path)
+        assert [it.name for it in session.get_outputs()] == ["output"]
 
 
 @both_formats
@@ -154,30 +122,12 @@ def test_a_file_that_is_not_the_network_is_not_left_behind(
     assert path.read_bytes() != b"what was there"
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
-    """torch's own writer of files ends the whole process there (std::terminate), which nothing can catch."""
-    (tmp_path / "net.pt2").write_bytes(b"before")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        with pytest.raises(dmcp.FileError, match="File too large"):
-            dmcp.export(digits(), EXAMPLE, tmp_path / "net.pt2")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [(it.name, it.read_bytes()) for it in tmp_path.iterdir()] == [("net.pt2", b"before")]
-
-
 # what cannot be exported
 
 
 class Fixed(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).reshape(2, -1)
-
-
-class Branch(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.sum() > 0 else -x)
 
 
 def nan() -> nn.Module:
@@ -190,10 +140,7 @@ def nan() -> nn.Module:
     ("net", "example", "name", "error"),
     [
         (Fixed(1, 2, 3), EXAMPLE, "net.pt2", dmcp.TraceError),
-        (Branch(1, 2, 3), EXAMPLE, "net.pt2", dmcp.TraceError),
-        (nn.Conv2d(1, 2, 3), "image", "net.pt2", dmcp.TraceError),
         (nan(), EXAMPLE, "net.pt2", dmcp.FileError),
-        (nn.Conv2d(1, 2, 3), EXAMPLE, "", dmcp.FileError),
         (nn.Conv2d(1, 2, 3), EXAMPLE, "net.pt", dmcp.FileError),
         (nn.Conv2d(1, 2, 3), EXAMPLE, "none/net.pt2", dmcp.FileError),
     ],
@@ -212,8 +159,6 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(dmcp.DmcpError, match="onnxruntime"):
         dmcp.export(nn.Conv2d(1, 2, 3), EXAMPLE, tmp_path / "net.onnx")
     assert dmcp.export(nn.Conv2d(1, 2, 3), EXAMPLE, tmp_path / "net.pt2").path.exists()
-    with pytest.raises(dmcp.FileError, match="plain data"):
-        dmcp.export(nn.Conv2d(1, 2, 3), EXAMPLE, tmp_path / "net.pt2", preprocessing={"x": object()})
 
 
 # int8
@@ -240,8 +185,6 @@ def test_an_int8_file_is_nearly_the_network_and_small(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = small.eval()(x)
     assert 1e-4 < made.difference < 0.1 and (run(x) - wanted).norm() < 0.15 * wanted.norm()
-    again = dmcp.quantize(whole.path, iter(batches()), tmp_path / "again.onnx", samples=80)
-    assert again.path.read_bytes() == made.path.read_bytes()
     tiny = dmcp.quantize(whole.path, batches(scale=0.01), tmp_path / "tiny.onnx")  # other ranges: outputs are cut off
     assert (run(x) - wanted).norm() < 0.2 * (reader(tiny.path)[0](x) - wanted).norm()
 
@@ -257,11 +200,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     ("source", "path", "given", "error"),
     [
         ("small.pt2", "int8.onnx", batches(), dmcp.FileError),
-        ("small.onnx", "int8.pt2", batches(), dmcp.FileError),
-        ("none.onnx", "int8.onnx", batches(), dmcp.FileError),
         ("broken.onnx", "int8.onnx", batches(), dmcp.FileError),
         ("small.onnx", "int8.onnx", [], dmcp.DataError),
-        ("small.onnx", "int8.onnx", [torch.zeros(2, 3, 8, 8)], dmcp.FileError),
         ("small.onnx", "small.onnx", batches(), dmcp.FileError),
         ("small.onnx", "int8.onnx", batches(scale=float("nan")), dmcp.DataError),
         ("small.onnx", "int8.onnx", batches(torch.uint8), dmcp.FileError),
@@ -312,7 +252,7 @@ def test_a_run_that_cannot_be_exported_exits_with_2(run: Path, tmp_path: Path, c
     folder.mkdir()
     for path in run.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    for change in ({"shape": None}, {"shape": [1, "8", 8]}, {"classes": None}, {"model": "no_such_module:build"}):
+    for change in ({"shape": None}, {"model": "no_such_module:build"}):
         (folder / "settings.json").write_text(json.dumps(settings | change))
         assert command("export", str(folder), "--out", str(tmp_path / "net.pt2")) == 2
     assert command("export", str(run), "--int8", "--out", str(tmp_path / "a.pt2")) == 2

@@ -49,8 +49,6 @@ def test_names_of_the_numbers() -> None:
     assert scalars(search(3), ["macs", "params"]) == {f"search/{name}": it for name, it in (losses | rates).items()}
     assert scalars(train(3)) == {"my-net/loss": 1.0, "my-net/lr": 0.1}
     assert scalars(ROW) == {"test/my-net/accuracy": 0.75, "test/my-net/macs": 1000, "test/my-net/params": 200}
-    warmup = scalars(Event("search", 9, SearchRecord(0, 0, 0.0, (1.0, 2.0))))
-    assert warmup == {"search/lr": 0.0, "search/loss_largest": 1.0, "search/loss_smallest": 2.0}
 
 
 def test_unknown_and_missing_services_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
