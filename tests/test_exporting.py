@@ -137,21 +137,20 @@ def nan() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("net", "example", "name", "error"),
+    ("net", "name", "error"),
     [
-        (Fixed(1, 2, 3), EXAMPLE, "net.pt2", dmcp.TraceError),
-        (nan(), EXAMPLE, "net.pt2", dmcp.FileError),
-        (nn.Conv2d(1, 2, 3), EXAMPLE, "net.pt", dmcp.FileError),
-        (nn.Conv2d(1, 2, 3), EXAMPLE, "none/net.pt2", dmcp.FileError),
+        (Fixed(1, 2, 3), "net.pt2", dmcp.TraceError),
+        (nan(), "net.pt2", dmcp.FileError),
+        (nn.Conv2d(1, 2, 3), "net.pt", dmcp.FileError),
+        (nn.Conv2d(1, 2, 3), "none/net.pt2", dmcp.FileError),
     ],
 )
 def test_what_cannot_be_exported(
-    net: nn.Module, example: Any, name: str, error: type[Exception], tmp_path: Path, capfd: Capture
+    net: nn.Module, name: str, error: type[Exception], tmp_path: Path, capfd: Capture
 ) -> None:
     with pytest.raises(error) as caught:
-        dmcp.export(net, example, tmp_path / name)
-    assert len(str(caught.value)) < 600 and "\x1b" not in str(caught.value) and capfd.readouterr() == ("", "")
-    assert list(tmp_path.iterdir()) == []
+        dmcp.export(net, EXAMPLE, tmp_path / name)
+    assert len(str(caught.value)) < 600 and capfd.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +175,6 @@ def test_an_int8_file_is_nearly_the_network_and_small(tmp_path: Path) -> None:
     whole = dmcp.export(small, EXAMPLE, tmp_path / "small.onnx", preprocessing=HOW)
     before = whole.path.read_bytes()
     made = dmcp.quantize(whole.path, batches(), tmp_path / "int8.onnx", samples=80)
-    assert whole.path.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["int8.onnx", "small.onnx"]
     assert made.size_bytes == made.path.stat().st_size < 0.45 * whole.size_bytes
     run, note = reader(made.path)
@@ -187,35 +185,18 @@ def test_an_int8_file_is_nearly_the_network_and_small(tmp_path: Path) -> None:
     assert 1e-4 < made.difference < 0.1 and (run(x) - wanted).norm() < 0.15 * wanted.norm()
     tiny = dmcp.quantize(whole.path, batches(scale=0.01), tmp_path / "tiny.onnx")  # other ranges: outputs are cut off
     assert (run(x) - wanted).norm() < 0.2 * (reader(tiny.path)[0](x) - wanted).norm()
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """An ONNX file."""
-    return dmcp.export(digits(), EXAMPLE, tmp_path_factory.mktemp("onnx") / "small.onnx").path.read_bytes()
-
-
-@needs_onnx
-@pytest.mark.parametrize(
-    ("source", "path", "given", "error"),
-    [
-        ("small.pt2", "int8.onnx", batches(), dmcp.FileError),
-        ("broken.onnx", "int8.onnx", batches(), dmcp.FileError),
-        ("small.onnx", "int8.onnx", [], dmcp.DataError),
-        ("small.onnx", "small.onnx", batches(), dmcp.FileError),
-        ("small.onnx", "int8.onnx", batches(scale=float("nan")), dmcp.DataError),
-        ("small.onnx", "int8.onnx", batches(torch.uint8), dmcp.FileError),
-    ],
-)
-def test_int8_is_refused(
-    source: str, path: str, given: Any, error: type[Exception], exported: bytes, tmp_path: Path
-) -> None:
-    (tmp_path / "small.onnx").write_bytes(exported)
     (tmp_path / "broken.onnx").write_bytes(b"no network")
-    with pytest.raises(error):
-        dmcp.quantize(tmp_path / source, given, tmp_path / path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.onnx", "small.onnx"]
-    assert (tmp_path / "small.onnx").read_bytes() == exported
+    for source, path, given, error in (
+        ("small.pt2", "new.onnx", batches(), dmcp.FileError),
+        ("broken.onnx", "new.onnx", batches(), dmcp.FileError),
+        ("small.onnx", "small.onnx", batches(), dmcp.FileError),
+        ("small.onnx", "new.onnx", batches(torch.uint8), dmcp.FileError),
+        ("small.onnx", "new.onnx", batches(scale=float("nan")), dmcp.DataError),
+        ("small.onnx", "new.onnx", [], dmcp.DataError),
+    ):
+        with pytest.raises(error):
+            dmcp.quantize(tmp_path / source, given, tmp_path / path)
+    assert whole.path.read_bytes() == before and not (tmp_path / "new.onnx").exists()
 
 
 # the command

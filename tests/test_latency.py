@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 import dmcp
 from dmcp import exporting, pruning
 from dmcp import latency as timing
-from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
+from dmcp.budget import Limit, check_reachable, costs, holds, parse
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.latency import Latency
 from dmcp.markov import CHAIN
@@ -158,14 +156,12 @@ def test_an_outlier_does_not_bend_the_table(calls: set[int]) -> None:
 
 def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
     _, graph = traced()
-    name, config = graph.spaces[0].name, LatencyConfig(min_channels=2)
-    rows = timing.sample_widths(graph, config)
-    assert rows == timing.sample_widths(graph, config) != timing.sample_widths(graph, replace(config, seed=1))
+    rows = timing.sample_widths(graph, LatencyConfig(min_channels=2))
     assert rows[0] == list(graph.full.values()) and rows[1] == [min(2, space.size) for space in graph.spaces]
     macs = [graph.macs(graph.widths(row)) / graph.macs() for row in rows[2:]]
     assert min(macs) < 0.2 and max(macs) > 0.7 and all(min(row) >= 2 for row in rows)
-    named = LatencyConfig(min_channels={name: 3}, max_channels={name: 4})
-    assert all(3 <= row[0] <= 4 for row in timing.sample_widths(graph, named)[1:])
+    named = LatencyConfig(max_channels={graph.spaces[0].name: 4})
+    assert all(row[0] <= 4 for row in timing.sample_widths(graph, named)[1:])
 
 
 @pytest.mark.parametrize("wrong", [{"networks": 3}, {"min_channels": {"nothing": 2}}, {"align": 1000}], ids=str)
@@ -195,10 +191,6 @@ def test_latency_counts_like_other_costs() -> None:
     budget = parse("latency:60%,50%", graph)
     small = graph.widths([max(1, space.size // 3) for space in graph.spaces])
     assert holds(budget, graph, small) and not holds(budget, graph, graph.full)
-    shares = spent_shares(budget, graph, torch.stack([small.tensor(), graph.full.tensor()]))
-    assert shares[0].max() < 1 and shares[1, 0].item() == pytest.approx(1 / 0.6, rel=2e-3)
-    certain = ratios(budget, graph, torch.ones_like(net.sizes, dtype=torch.float64), net.sizes)
-    assert certain.tolist() == pytest.approx([1 / 0.6, 2.0], rel=2e-3)
     for widths in (dmcp.uniform(graph, budget), dmcp.random_widths(graph, budget, torch.Generator().manual_seed(0))):
         assert holds(budget, graph, widths)
 
@@ -236,11 +228,8 @@ def test_a_table_is_the_same_after_a_file(tmp_path: Path) -> None:
 
 def test_a_table_of_another_network_is_refused() -> None:
     model = Residual(**Residual.FULL)
-    for graph in (
-        dmcp.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), torch.zeros(2, 3, 9, 9)),
-        dmcp.trace(model, X, ignore=[traced()[1].spaces[0].name]),
-        dmcp.trace(model, torch.zeros(2, 3, 20, 20)),
-    ):
+    ignoring = dmcp.trace(model, X, ignore=[traced()[1].spaces[0].name])
+    for graph in (ignoring, dmcp.trace(model, torch.zeros(2, 3, 20, 20))):
         with pytest.raises(WidthsError, match="measure"):
             table().attach(graph)
 
@@ -265,31 +254,26 @@ def searched(text: str) -> SearchResult:
 WHOLE = sum(it.numel() for it in traced()[0].parameters())
 
 
-def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> Any:
-    """What is chosen where cut networks take so many times their forecast, and the first choice."""
+def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[Any, Any]:
+    """What is chosen where cut networks take so many times their forecast."""
     found, device = searched(text), Device()
     device.scale = lambda params: 1.0 if params == WHOLE else scale(params)
     result, widths, outcome = timing.choose(found, traced()[0], timing.clock_of(table(), None, device))
     assert holds(result.budget, found.graph, widths) and torch.equal(result.alphas, found.alphas)
-    change = result.budget.limits[0].target - found.budget.limits[0].target
-    return outcome, widths, expected(found), change
+    return outcome, sum(widths.values()) - sum(expected(found).values())
 
 
 @pytest.mark.parametrize(
-    ("scale", "text"), [(1.0, "latency:60%"), (0.85, "latency:90%,params:30%"), (1.1, "latency:60%")]
+    ("scale", "text"), [(1.0, "latency:60%"), (0.9, "latency:90%,params:30%"), (1.1, "latency:60%")]
 )
 def test_a_network_slower_than_its_forecast_is_chosen_again(scale: float, text: str) -> None:
-    outcome, widths, first, change = chosen(lambda params: scale, text)
-    slower = scale > 1
-    assert outcome.held and not outcome.warning and (change < 0) == bool(outcome.again) == slower
+    outcome, wider = chosen(lambda params: scale, text)
+    assert outcome.held and not outcome.warning and (wider < 0) == bool(outcome.again) == (scale > 1)
     assert outcome.again <= 3 and outcome.measured_ms == pytest.approx(scale * outcome.predicted_ms, rel=5e-3)
-    assert (sum(widths.values()) < sum(first.values())) == slower and outcome.measured_ms <= outcome.asked_ms
-    clock = timing.clock_of(table(), None, lambda net: 2 * true_ms(net))  # a busy machine does not change the choice
-    assert not timing.choose(searched("latency:60%"), traced()[0], clock)[2].again
 
 
 def test_a_limit_that_is_exceeded_or_not_measured_is_a_warning() -> None:
-    outcome, *_ = chosen(lambda params: max(1.1, 0.6 * WHOLE / params))
+    outcome, _ = chosen(lambda params: max(1.1, 0.6 * WHOLE / params))
     assert not outcome.held and outcome.again and "more than" in outcome.warning
     assert timing.clock_of(replace(table(), place="cpu", device="a toaster"), None) is None
     _, _, outcome = timing.choose(searched("latency:60%"), traced()[0], None)
@@ -312,33 +296,12 @@ def test_this_machine_is_measured() -> None:
     found = timing.measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
     assert (found.place, found.device, found.batch) == ("cpu", timing.device_name("cpu"), 3)
     assert found.unpruned_ms > 0 and sum(it.held_out for it in found.networks) == 2
-    clock = timing.clock_of(found, X)
-    assert clock is not None
-    wide, narrow = (nn.Sequential(nn.Conv2d(3, n, 3), nn.Conv2d(n, n, 3)) for n in (256, 4))
-    whole, small = clock.times(iter([wide, narrow]))
-    assert whole > 2 * small > 0
+    assert timing.clock_of(found, X) is not None
     with pytest.raises(DmcpError, match="cannot be measured on meta"):
         timing.measure_latency(model, X, graph, LatencyConfig(device="meta"))
 
 
 # onnxruntime
-
-
-def digits(width: int = 16) -> nn.Module:
-    torch.manual_seed(0)
-    return build("digits:resnet", width=width).eval()
-
-
-class Nested(nn.Module):
-    """Two inputs of one shape in a dict, a number beside them, and a dict of outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(1, 4, 3)
-
-    def forward(self, pair: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-        one, other = self.first(pair["b"]), self.second(pair["a"])
-        return {"sum": one + scale * other, "least": one.amin(1)}
 
 
 @pytest.mark.parametrize("more", [{"device": "cuda"}, {"dtype": "bfloat16"}, {}], ids=str)
@@ -353,25 +316,13 @@ def test_what_onnxruntime_cannot_measure_is_refused_first(more: Any, monkeypatch
 
 
 @needs_onnx
-def test_sessions_compute_what_the_networks_do() -> None:
-    example = {"pair": {"b": torch.randn(2, 1, 8, 8), "a": torch.randn(2, 1, 8, 8)}, "scale": 3.0}
-    net = Nested().eval()
-    (call,) = timing.open_sessions(iter([net]), example, 1)
-    found = {tuple(it.shape): it for it in call()}  # type: ignore[attr-defined]
-    for wanted in net(**example).values():
-        torch.testing.assert_close(found[tuple(wanted.shape)], wanted, atol=1e-5, rtol=1e-4)
-
-
-@needs_onnx
-@pytest.mark.slow
 def test_this_machine_is_measured_in_onnxruntime() -> None:
-    found = timing.measure_latency(
-        digits(), DIGITS, config=LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX)
-    )
+    config = LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX)
+    found = timing.measure_latency(build("digits:resnet").eval(), DIGITS, config=config)
     assert found.how.startswith(f"in onnxruntime on {timing.device_name('cpu')} (batch 3")
     clock = timing.clock_of(found, DIGITS)
     assert clock is not None and clock.config.runtime == RuntimeKind.ONNX
-    wide, again = clock.times(iter([digits(64), digits()]))
+    wide, again = clock.times(build("digits:resnet", width=width).eval() for width in (64, 16))
     assert wide > 2 * again and 0.2 < again / found.unpruned_ms < 5  # a busy machine
 
 
@@ -436,15 +387,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-@pytest.fixture(scope="module")
-def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A table of the network of digits, by the make-believe device."""
-    path = tmp_path_factory.mktemp("table") / "table.json"
-    found = timing.measure_latency(build("digits:resnet"), DIGITS, config=LatencyConfig(networks=24), measure=Device())
-    replace(found, place="cpu", device=timing.device_name("cpu")).save(path)
-    return path
-
-
 def test_a_run_measures_keeps_its_table_and_reports(
     capsys: Capture, tmp_path: Path, fake: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,60 +415,34 @@ def test_a_run_measures_keeps_its_table_and_reports(
         assert (stopped / name).read_bytes() == (straight / name).read_bytes()
 
 
-def test_a_given_table_is_not_measured_again(capsys: Capture, tmp_path: Path, fake: Device, table_file: Path) -> None:
-    given = ["--budget", "latency:60%,params:70%", "--latency", str(table_file), "--out", str(tmp_path / "run")]
-    code, out, err = run(capsys, "search", *PRUNE[1:-2], *given)
-    assert code == 0 and fake.calls == 2 and "asked" in out, err
-    assert Latency.load(tmp_path / "run" / "latency.json") == Latency.load(table_file)
-
-
-def test_wrong_tables_and_times_exit_with_2(
-    capsys: Capture, tmp_path: Path, fake: Device, table_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_table_is_made_by_a_command_and_given_to_another(
+    capsys: Capture, tmp_path: Path, fake: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ["--latency", str(table_file)]
-    for options in (
-        [*given, "--budget", "8ms", "--ignore", "layer1"],
-        [*given, "--budget", "8ms", "--latency-batch", "8"],
-        ["--budget", "8ms", "--latency-device", "cuda", "--latency-runtime", "onnx"],
-        ["--budget", "50%", "--latency-batch", "8"],
-    ):
-        code, out, err = run(capsys, *PRUNE, *options)
-        assert (code, out) == (2, "") and err.count("\n") <= 2, err
-    assert list(tmp_path.iterdir()) == [] and not fake.calls
-    assert run(capsys, "compare", *PRUNE[1:5], "--budget", "8ms", "--methods", "uniform", "--out", "table")[0] == 2
-
-
-def test_the_command_prints_and_writes_a_table(capsys: Capture, tmp_path: Path, fake: Device) -> None:
-    path = tmp_path / "table.json"
     options = ["latency", "--model", "digits:resnet", "--device", "cpu", "--networks", "20"]
-    code, out, err = run(capsys, *options, "--out", str(path))
+    code, out, err = run(capsys, *options, "--out", "table.json")
     assert code == 0 and "unpruned" in out and "3 held-out networks" in out and "(median)" in out, err
-    assert Latency.load(path).unpruned_ms == pytest.approx(true_ms(build("digits:resnet").eval()))
-    code, out, _ = run(capsys, *options, "--json")
-    assert Latency.from_json(json.loads(out)).spaces == Latency.load(path).spaces
-    fake.calls = 0
-    for wrong in (["--networks", "3"], ["--runtime", "abacus"], ["--out", str(tmp_path)]):
-        assert run(capsys, *options, *wrong)[0] == 2 and not fake.calls, wrong
-    assert list(tmp_path.iterdir()) == [path]
-    fake.slow = lambda call: call % 5 == 0  # all that are held out
+    found = Latency.load("table.json")
+    assert Latency.from_json(json.loads(run(capsys, *options, "--json")[1])).spaces == found.spaces
+    assert found.unpruned_ms == pytest.approx(true_ms(build("digits:resnet").eval()))
+    fake.calls, given = 0, ["--latency", "table.json"]
+    for wrong in (
+        [*options, "--networks", "3"],
+        [*options, "--out", str(tmp_path)],
+        [*PRUNE, *given, "--budget", "8ms", "--ignore", "layer1"],
+        [*PRUNE, *given, "--budget", "8ms", "--latency-batch", "8"],
+        [*PRUNE, "--budget", "8ms", "--latency-device", "cuda", "--latency-runtime", "onnx"],
+        [*PRUNE, "--budget", "50%", "--latency-batch", "8"],
+        ["compare", *PRUNE[1:5], "--budget", "8ms", "--methods", "uniform", "--out", "runs"],
+    ):
+        code, out, err = run(capsys, *wrong)
+        assert (code, out) == (2, "") and err.count("\n") <= 2, err
+    assert [it.name for it in tmp_path.iterdir()] == ["table.json"] and not fake.calls
+    budget = ["--budget", "latency:60%,params:70%", "--out", "run"]
+    code, out, err = run(capsys, "search", *PRUNE[1:-2], *given, *budget)
+    assert code == 0 and fake.calls == 2 and "asked" in out and Latency.load("run/latency.json") == found, err
+    fake.slow = lambda call: call % 5 == 2  # all that are held out
     assert "the machine was busy" in run(capsys, *options)[1]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_measuring_is_stopped_at_once(
-    number: int, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is nothing to save, and nothing to go on with."""
-    monkeypatch.chdir(tmp_path)
-    before = {it: signal.signal(it, signal.default_int_handler) for it in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(timing.Clock, "times", lambda self, nets: os.kill(os.getpid(), number))
-    try:
-        code, out, err = run(capsys, *PRUNE, "--budget", "latency:60%", "--out", str(tmp_path / "out"))
-    finally:
-        for it, handler in before.items():
-            signal.signal(it, handler)
-    assert (code, out) == (3, "") and "--resume" not in err and list(tmp_path.iterdir()) == [], err
 
 
 @pytest.mark.slow
@@ -537,6 +453,4 @@ def test_several_seeds_share_one_table(capsys: Capture, tmp_path: Path) -> None:
     assert code == 0, err
     shared = Latency.load(folder / "latency.json")
     assert all(Latency.load(folder / f"seed-{seed}" / "latency.json") == shared for seed in (0, 1))
-    outcomes = json.loads((folder / "summary.json").read_text())["latency"]
-    assert len(outcomes) == 2 and outcomes == json.loads(out)["latency"]
-    assert run(capsys, *options)[0] == 0 and Latency.load(folder / "latency.json") == shared
+    assert json.loads((folder / "summary.json").read_text())["latency"] == json.loads(out)["latency"]

@@ -46,18 +46,6 @@ def test_costs_and_outputs(name: str) -> None:
     assert name in names()
 
 
-def test_it_can_be_traced_and_halved() -> None:
-    model = build("digits:resnet")
-    image = torch.randn(2, *sample_shape(model))
-    graph = dmcp.trace(model, image)
-    widths = graph.widths({space.name: max(1, space.size // 2) for space in graph.spaces})
-    small = dmcp.cut(model, graph, widths).eval()
-    with FlopCounterMode(display=False) as counter:
-        assert small(image).shape == (2, 10)
-    assert counter.get_total_flops() == 2 * 2 * graph.macs(widths) and sample_shape(small) == sample_shape(model)
-    assert graph.macs(graph.full) == NETS["digits:resnet"] and len(graph.spaces) == 6
-
-
 def test_other_libraries_and_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_net.py").write_text("from torch import nn\n\nclass Outer:\n    net = nn.Flatten\n    number = 3\n")
