@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import random
 import signal
 from collections.abc import Iterator
@@ -48,8 +47,7 @@ def figures() -> None:
 @pytest.fixture(autouse=True)
 def _quick_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What commands do beside the matter is short, and what they print does not depend on how fast this machine is."""
-    monkeypatch.setattr("dmcp.results._SLOW", math.inf)
-    for module in ("results", "cli.prune", "compare.runner"):  # not ten times; test_pruning calls what does that itself
+    for module in ("results", "compare.runner"):  # not ten times; test_pruning calls what does that itself
         monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
     if "figures" not in request.fixturenames:  # they take longer than the short runs of tests
         for module in ("runs", "cli.prune"):

@@ -46,8 +46,8 @@ def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
 
 def table(printed: str) -> dict[str, list[str]]:
     """Numbers of each row of the final table: macs, params, accuracy, ms."""
-    lines = [line for line in printed.splitlines() if re.search(r"%\s+[\d.]+$", line)]
-    return {line.split("  ")[0]: [line.split()[place] for place in (-6, -4, -2, -1)] for line in lines}
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("| ")]
+    return {row[1]: [row[place] for place in (2, 4, 6, 7)] for row in rows[1:]}
 
 
 def read_widths(folder: Path, name: str = "widths.json") -> dict[str, int]:

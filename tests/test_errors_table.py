@@ -27,6 +27,7 @@ PRUNE = f"prune {DIGITS} --device cpu --batch 708 --search-epochs 2 --epochs 1 -
 MOVED = ('"data": "digits"', '"data": "my-shards"')  # in the settings of a run
 MISTAKES = {
     "UsageError": """
+        export run --out net.pt2 --tolerance 2
         prnue
         prune --model
         prune --seeds 0
@@ -61,7 +62,6 @@ MISTAKES = {
         prune --resume half --budget 40%
         train --resume half
         prune --resume half --seeds 2
-        export run --out net.pt2 --tolerance 2
         compare --data digits
         compare DIGITS --methods uniform,slimmning
         compare DIGITS --set amc.episods=5

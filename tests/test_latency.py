@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +20,10 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp import exporting, pruning
-from dmcp.budget import Limit, check_reachable, costs, holds, parse, ratios, spent_shares
+from dmcp import latency as timing
+from dmcp.budget import Limit, check_reachable, costs, holds, parse
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.latency import measure as timing
-from dmcp.latency.table import Latency
+from dmcp.latency import Latency
 from dmcp.markov import CHAIN
 from dmcp.models import build
 from dmcp.report.html import make_page
@@ -52,8 +49,8 @@ class Device:
     scale: of a network's time, by its number of parameters.
     """
 
-    def __init__(self, noise: float = 0.0, slow: Callable[[int], bool] = lambda call: False, by: float = 3.0) -> None:
-        self.noise, self.slow, self.by = noise, slow, by
+    def __init__(self, noise: float = 0.0, slow: Callable[[int], bool] = lambda call: False) -> None:
+        self.noise, self.slow = noise, slow
         self.scale: Callable[[int], float] = lambda params: 1.0
         self.random = torch.Generator().manual_seed(1)
         self.calls = 0
@@ -63,7 +60,7 @@ class Device:
         ms = true_ms(net) * self.scale(sum(it.numel() for it in net.parameters()))
         ms *= 1 + self.noise * float(torch.randn((), generator=self.random))
         self.calls += 1
-        return ms * (self.by if self.slow(self.calls - 1) else 1.0)
+        return ms * (3.0 if self.slow(self.calls - 1) else 1.0)
 
 
 @torch.no_grad()
@@ -119,25 +116,16 @@ def errors(found: Latency) -> list[float]:
 # the fit
 
 
-def test_least_squares_are_those_of_a_search_over_all_sets_and_never_negative() -> None:
+def test_prices_are_found_and_never_negative() -> None:
     random = np.random.default_rng(0)
-    for _ in range(20):
-        a, b = random.normal(size=(12, 4)), random.normal(size=12)
-        best = np.inf
-        for mask in range(16):
-            chosen = [column for column in range(4) if mask >> column & 1]
-            x = np.zeros(4)
-            if chosen:
-                x[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
-            if (x >= 0).all():
-                best = min(best, float(np.linalg.norm(a @ x - b)))
-        found = timing.nonnegative(a, b)
-        assert (found >= 0).all() and np.linalg.norm(a @ found - b) == pytest.approx(best, rel=1e-6)
+    table, prices = random.uniform(size=(40, 4)), np.array([0.5, 0.0, 2.0, 1e-6])
+    np.testing.assert_allclose(timing.least_errors(table, table @ prices), prices, atol=1e-9)
+    assert (timing.nonnegative(random.normal(size=(12, 4)), random.normal(size=12)) >= 0).all()
 
 
 def test_work_adds_up_to_the_macs() -> None:
     _, graph = traced()
-    macs = total(terms for key, terms in timing.work(graph).items() if key[0] == timing.MACS)
+    macs = total(terms for key, terms in timing.work(graph).items() if key[0] not in (timing.LAYERS, timing.OTHERS))
     rows = [[max(1, space.size // divisor) for space in graph.spaces] for divisor in (1, 2, 3)]
     batches = {evaluate(macs, row) / graph.macs(graph.widths(row)) for row in rows}
     assert len(batches) == 1 and batches.pop() >= 1
@@ -158,53 +146,32 @@ def test_every_kind_of_network_has_its_table(kind: Any) -> None:
     assert found.largest_error < 0.01 and min(found.terms.values()) >= 0
 
 
-@pytest.mark.parametrize("calls", [{1}, {10}, {7, 10, 12}], ids=str)
+@pytest.mark.parametrize("calls", [{1}, {7, 10, 12}], ids=str)
 def test_an_outlier_does_not_bend_the_table(calls: set[int]) -> None:
     """But it is in the stated error, where it was held out: that is of all that was measured."""
     found = measured(Device(slow=calls.__contains__))
     assert max(errors(found)) < 2e-3 and found.networks[10].held_out
     assert found.largest_error == pytest.approx(2 / 3 if 10 in calls else 0, abs=1e-2)
-    device, whole = Device(slow={0}.__contains__), true_ms(traced()[0])  # the unpruned one is measured again
-    assert measured(device).unpruned_ms == pytest.approx(whole) and device.calls == 41
 
 
 def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
     _, graph = traced()
-    name, config = graph.spaces[0].name, LatencyConfig(min_channels=2)
-    rows = timing.sample_widths(graph, config)
-    assert rows == timing.sample_widths(graph, config) != timing.sample_widths(graph, replace(config, seed=1))
+    rows = timing.sample_widths(graph, LatencyConfig(min_channels=2))
     assert rows[0] == list(graph.full.values()) and rows[1] == [min(2, space.size) for space in graph.spaces]
     macs = [graph.macs(graph.widths(row)) / graph.macs() for row in rows[2:]]
     assert min(macs) < 0.2 and max(macs) > 0.7 and all(min(row) >= 2 for row in rows)
-    named = LatencyConfig(min_channels={name: 3}, max_channels={name: 4})
-    assert all(3 <= row[0] <= 4 for row in timing.sample_widths(graph, named)[1:])
+    named = LatencyConfig(max_channels={graph.spaces[0].name: 4})
+    assert all(row[0] <= 4 for row in timing.sample_widths(graph, named)[1:])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"networks": 3},
-        {"dtype": "int8"},
-        {"runtime": "tensorrt"},
-        {"max_channels": {"conv1": True}},
-        {"min_channels": {"nothing": 2}},
-        {"align": 1000},
-        {"min_channels": 3, "max_channels": 4, "align": 2},
-        {"runtime": "onnx"},
-    ],
-    ids=str,
-)
-def test_wrong_settings_are_refused_before_anything_is_measured(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"networks": 3}, {"min_channels": {"nothing": 2}}, {"align": 1000}], ids=str)
+def test_wrong_settings_and_times_are_refused(wrong: dict[str, Any]) -> None:
     device = Device()
     with pytest.raises((BudgetError, WidthsError)):
         measured(device, **wrong)
     assert not device.calls
-
-
-@pytest.mark.parametrize("ms", [-1.0, float("nan"), "8", None, True])
-def test_a_function_must_return_milliseconds(ms: Any) -> None:
     with pytest.raises(BudgetError):
-        measured(lambda net: ms)
+        measured(lambda net: float("nan"))
 
 
 # costs and budgets
@@ -224,43 +191,20 @@ def test_latency_counts_like_other_costs() -> None:
     budget = parse("latency:60%,50%", graph)
     small = graph.widths([max(1, space.size // 3) for space in graph.spaces])
     assert holds(budget, graph, small) and not holds(budget, graph, graph.full)
-    shares = spent_shares(budget, graph, torch.stack([small.tensor(), graph.full.tensor()]))
-    assert shares[0].max() < 1 and shares[1, 0].item() == pytest.approx(1 / 0.6, rel=2e-3)
-    certain = ratios(budget, graph, torch.ones_like(net.sizes, dtype=torch.float64), net.sizes)
-    assert certain.tolist() == pytest.approx([1 / 0.6, 2.0], rel=2e-3)
     for widths in (dmcp.uniform(graph, budget), dmcp.random_widths(graph, budget, torch.Generator().manual_seed(0))):
         assert holds(budget, graph, widths)
 
 
 def test_times_are_read() -> None:
     graph, eight = with_latency(), (Limit("latency", 8 * FS_PER_MS),)
-    for text in ("8ms", "8 MS", "8000us", "0.008s", "latency:8ms", "latency: 8000 us"):
+    for text in ("8ms", "8000us", "0.008s", "latency: 8 MS"):
         assert parse(text, graph).limits == eight
     assert parse("8ms,params:2k", graph).limits == (*eight, Limit("params", 2000))
     half = (Limit("latency", round(table().unpruned_ms * FS_PER_MS) // 2),)
     assert parse("latency:50%", graph).limits == parse("latency:0.5", graph).limits == half
-    for ratio in (0.9, 1.1):  # measured over forecast
-        first = replace(table().networks[0], ms=ratio * table().latency_ms(graph.full))
-        other = replace(table(), networks=(first, *table().networks[1:])).attach(traced()[1])
-        assert parse("latency:50%", other).limits[0].target / other.cost("latency") == pytest.approx(ratio / 2)
-        check_reachable(parse("latency:100%", other), other, other.widths([1] * len(other.spaces)))
 
 
-WRONG_TIMES = [
-    "latency:8",
-    "params:8ms",
-    "0ms",
-    "1e12s",
-    "8ms,latency:50%",
-    "nanms",
-    "-3ms",
-    "latency:200%",
-    "1us",
-    "9s",
-]
-
-
-@pytest.mark.parametrize("text", WRONG_TIMES)
+@pytest.mark.parametrize("text", ["latency:8", "1us", "9s"])
 def test_what_is_no_time_or_out_of_reach_is_refused(text: str) -> None:
     graph, device = with_latency(), Device()
     with pytest.raises(BudgetError):
@@ -275,8 +219,8 @@ def test_what_is_no_time_or_out_of_reach_is_refused(text: str) -> None:
 
 
 def test_a_table_is_the_same_after_a_file(tmp_path: Path) -> None:
-    onnx = replace(table(), runtime=RuntimeKind.ONNX, onnxruntime="1.99.0", place="cpu", device="a CPU")
-    assert onnx.how.startswith("in onnxruntime 1.99.0 on a CPU (batch 1, ") and onnx.how in onnx.summary
+    onnx = replace(table(), runtime=RuntimeKind.ONNX, place="cpu", device="a CPU")
+    assert onnx.how.startswith("in onnxruntime on a CPU (batch 1, ") and onnx.how in onnx.summary
     for found in (table(), onnx):
         found.save(tmp_path / "a" / "table.json")
         assert Latency.load(tmp_path / "a" / "table.json") == found
@@ -284,35 +228,16 @@ def test_a_table_is_the_same_after_a_file(tmp_path: Path) -> None:
 
 def test_a_table_of_another_network_is_refused() -> None:
     model = Residual(**Residual.FULL)
-    for graph in (
-        dmcp.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), torch.zeros(2, 3, 9, 9)),
-        dmcp.trace(model, X, ignore=[traced()[1].spaces[0].name]),
-        dmcp.trace(model, torch.zeros(2, 3, 20, 20)),
-    ):
+    ignoring = dmcp.trace(model, X, ignore=[traced()[1].spaces[0].name])
+    for graph in (ignoring, dmcp.trace(model, torch.zeros(2, 3, 20, 20))):
         with pytest.raises(WidthsError, match="measure"):
             table().attach(graph)
 
 
-BROKEN: list[Callable[[dict[str, Any]], Any]] = [
-    lambda it: it.pop("terms"),
-    lambda it: it.update(terms=[[[99], 5]]),
-    lambda it: it.update(terms=[[[0.0], 5]]),
-    lambda it: it.update(terms=[[[0], -5]]),
-    lambda it: it.update(networks=[]),
-    lambda it: it.update(threads=10**9),
-    lambda it: it["networks"][0].update(ms=0.0),
-    lambda it: it.update(runtime="abacus"),
-    lambda it: it.update(median_error=float("nan")),
-    lambda it: it.update(more=1),
-    lambda it: it.update(format="else"),
-]
-
-
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
-    for change in BROKEN:
-        broken = json.loads(json.dumps(table().to_json()))
-        change(broken)
-        (tmp_path / "table.json").write_text(json.dumps(broken))
+    whole = json.loads(json.dumps(table().to_json()))
+    for change in ({"terms": [5]}, {"runtime": "abacus"}, {"more": 1}, {"format": "else"}):
+        (tmp_path / "table.json").write_text(json.dumps(whole | change))
         with pytest.raises(FileError, match="not a latency table"):
             Latency.load(tmp_path / "table.json")
 
@@ -329,45 +254,26 @@ def searched(text: str) -> SearchResult:
 WHOLE = sum(it.numel() for it in traced()[0].parameters())
 
 
-def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> Any:
-    """What is chosen where cut networks take so many times their forecast, and the first choice."""
+def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[Any, Any]:
+    """What is chosen where cut networks take so many times their forecast."""
     found, device = searched(text), Device()
     device.scale = lambda params: 1.0 if params == WHOLE else scale(params)
     result, widths, outcome = timing.choose(found, traced()[0], timing.clock_of(table(), None, device))
     assert holds(result.budget, found.graph, widths) and torch.equal(result.alphas, found.alphas)
-    change = result.budget.limits[0].target - found.budget.limits[0].target
-    return outcome, widths, expected(found), change
+    return outcome, sum(widths.values()) - sum(expected(found).values())
 
 
 @pytest.mark.parametrize(
-    ("scale", "text", "sign"),
-    [
-        (1.0, "latency:60%", 0),
-        (1.0, "latency:90%,params:30%", 0),  # params keep it small
-        (1.1, "latency:60%", -1),
-        (0.85, "latency:60%", 1),
-    ],
+    ("scale", "text"), [(1.0, "latency:60%"), (0.9, "latency:90%,params:30%"), (1.1, "latency:60%")]
 )
-def test_a_network_slower_or_faster_than_its_forecast_is_chosen_again(scale: float, text: str, sign: int) -> None:
-    outcome, widths, first, change = chosen(lambda params: scale, text)
-    assert outcome.held and not outcome.warning and np.sign(change) == sign and bool(outcome.again) == bool(sign)
+def test_a_network_slower_than_its_forecast_is_chosen_again(scale: float, text: str) -> None:
+    outcome, wider = chosen(lambda params: scale, text)
+    assert outcome.held and not outcome.warning and (wider < 0) == bool(outcome.again) == (scale > 1)
     assert outcome.again <= 3 and outcome.measured_ms == pytest.approx(scale * outcome.predicted_ms, rel=5e-3)
-    assert np.sign(sum(widths.values()) - sum(first.values())) == sign
-    if "params" not in text:
-        assert 0.85 * outcome.asked_ms < outcome.measured_ms <= outcome.asked_ms
-
-
-def test_a_wider_network_that_is_too_slow_is_not_taken() -> None:
-    bound = traced()[1].params(expected(searched("latency:60%")))
-    outcome, widths, _, _ = chosen(lambda params: 0.8 if params <= bound else 1.3)
-    assert outcome.held and outcome.again and traced()[1].params(widths) <= bound
-    clock = timing.clock_of(table(), None, lambda net: 2 * true_ms(net))  # a busy machine does not change the choice
-    _, _, outcome = timing.choose(searched("latency:60%"), traced()[0], clock)
-    assert outcome.held and not outcome.again
 
 
 def test_a_limit_that_is_exceeded_or_not_measured_is_a_warning() -> None:
-    outcome, *_ = chosen(lambda params: max(1.1, 0.6 * WHOLE / params))
+    outcome, _ = chosen(lambda params: max(1.1, 0.6 * WHOLE / params))
     assert not outcome.held and outcome.again and "more than" in outcome.warning
     assert timing.clock_of(replace(table(), place="cpu", device="a toaster"), None) is None
     _, _, outcome = timing.choose(searched("latency:60%"), traced()[0], None)
@@ -377,37 +283,12 @@ def test_a_limit_that_is_exceeded_or_not_measured_is_a_warning() -> None:
 # this machine
 
 
-class Processor:
-    """A make-believe clock: each pass takes so long, and other programs have the processor for a while."""
-
-    wall = own = 0.0
-    passes = 0
-
-    def perf_counter(self) -> float:
-        return self.wall
-
-    def thread_time(self) -> float:
-        return self.own
-
-    def get_clock_info(self, name: str) -> Any:
-        return time.get_clock_info(name)
-
-    def call(self, seconds: float) -> None:
-        self.passes += 1
-        self.own += seconds
-        self.wall += seconds * (1.0 if self.passes % 20 == 0 else 2.0 + self.passes % 3)
-
-
-def test_time_of_other_programs_does_not_count_where_one_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_take_turns() -> None:
     order = list[int]()
     exporting.turn_times([lambda: order.append(0), lambda: order.append(1)], rounds=3)
-    assert order == 4 * (4 * [0] + 4 * [1])  # they take turns
-    for threads in (1, 2):
-        clock = Processor()
-        monkeypatch.setattr(exporting, "time", clock)
-        calls = [functools.partial(clock.call, seconds) for seconds in (0.004, 0.001)]
-        long, short = exporting.turn_times(calls, threads=threads)
-        assert (long, short) == pytest.approx((4.0, 1.0)) if threads == 1 else long > 4.5
+    assert order == 4 * (4 * [0] + 4 * [1])
+    short, long = exporting.turn_times([lambda: sum(range(1000)), lambda: sum(range(100_000))], rounds=3)
+    assert 10 * short < long
 
 
 def test_this_machine_is_measured() -> None:
@@ -415,49 +296,12 @@ def test_this_machine_is_measured() -> None:
     found = timing.measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
     assert (found.place, found.device, found.batch) == ("cpu", timing.device_name("cpu"), 3)
     assert found.unpruned_ms > 0 and sum(it.held_out for it in found.networks) == 2
-    clock = timing.clock_of(found, X)
-    assert clock is not None
-    wide, narrow = (nn.Sequential(nn.Conv2d(3, n, 3), nn.Conv2d(n, n, 3)) for n in (256, 4))
-    whole, small = clock.times(iter([wide, narrow]))
-    assert whole > 2 * small > 0
+    assert timing.clock_of(found, X) is not None
     with pytest.raises(DmcpError, match="cannot be measured on meta"):
         timing.measure_latency(model, X, graph, LatencyConfig(device="meta"))
 
 
 # onnxruntime
-
-
-def digits(width: int = 16) -> nn.Module:
-    torch.manual_seed(0)
-    return build("digits:resnet", width=width).eval()
-
-
-class Nested(nn.Module):
-    """Two inputs of one shape in a dict, a number beside them, and a dict of outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(1, 4, 3)
-
-    def forward(self, pair: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-        one, other = self.first(pair["b"]), self.second(pair["a"])
-        return {"sum": one + scale * other, "least": one.amin(1)}
-
-
-class Choosy(nn.Conv2d):
-    """Looks at values, which no exporter can."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x if float(x.sum()) > 0 else -x
-
-
-class Random(nn.Conv2d):
-    """Never the same, also in eval mode."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x + torch.rand_like(x)
 
 
 @pytest.mark.parametrize("more", [{"device": "cuda"}, {"dtype": "bfloat16"}, {}], ids=str)
@@ -472,37 +316,13 @@ def test_what_onnxruntime_cannot_measure_is_refused_first(more: Any, monkeypatch
 
 
 @needs_onnx
-def test_sessions_compute_what_the_networks_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the older exporter fails, or writes another network: then the newer one does it."""
-    example = {"pair": {"b": torch.randn(2, 1, 8, 8), "a": torch.randn(2, 1, 8, 8)}, "scale": 3.0}
-    net = Nested().eval()
-    legacy = timing.write_legacy
-
-    def fail(*_: Any) -> None:
-        raise TypeError("export() got an unexpected keyword argument 'dynamo'")
-
-    for write in (legacy, fail, lambda net, *given: legacy(Nested(), *given)):
-        monkeypatch.setattr(timing, "write_legacy", write)
-        (call,) = timing.open_sessions(iter([net]), example, 1)
-        found = {tuple(it.shape): it for it in call()}  # type: ignore[attr-defined]
-        for wanted in net(**example).values():
-            torch.testing.assert_close(found[tuple(wanted.shape)], wanted, atol=1e-5, rtol=1e-4)
-    for wrong in (Choosy(1, 4, 3), Random(1, 4, 3)):
-        with pytest.raises(DmcpError):
-            timing.open_sessions(iter([wrong.eval()]), DIGITS, 1)
-
-
-@needs_onnx
-@pytest.mark.slow
 def test_this_machine_is_measured_in_onnxruntime() -> None:
-    found = timing.measure_latency(
-        digits(), DIGITS, config=LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX)
-    )
-    version = pytest.importorskip("onnxruntime").__version__
-    assert found.how.startswith(f"in onnxruntime {version} on {timing.device_name('cpu')} (batch 3")
+    config = LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX)
+    found = timing.measure_latency(build("digits:resnet").eval(), DIGITS, config=config)
+    assert found.how.startswith(f"in onnxruntime on {timing.device_name('cpu')} (batch 3")
     clock = timing.clock_of(found, DIGITS)
     assert clock is not None and clock.config.runtime == RuntimeKind.ONNX
-    wide, again = clock.times(iter([digits(64), digits()]))
+    wide, again = clock.times(build("digits:resnet", width=width).eval() for width in (64, 16))
     assert wide > 2 * again and 0.2 < again / found.unpruned_ms < 5  # a busy machine
 
 
@@ -534,10 +354,10 @@ def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     result = prune(budget="latency:60%,params:80%", graph=with_latency(), latency=device, runtime=runtime)
     assert device.calls == 2 and result.latency is not None and result.latency.held
     assert "latency" not in {it.stage for it in events}
-    with pytest.warns(timing.LatencyWarning, match="is a forecast"):
+    with pytest.warns(UserWarning, match="is a forecast"):
         prune(budget="latency:60%", latency=table())
     device.scale = lambda params: 1.0 if params == WHOLE else 3.0
-    with pytest.warns(timing.LatencyWarning, match="more than the"):
+    with pytest.warns(UserWarning, match="more than the"):
         prune(budget="latency:60%", graph=with_latency(), latency=device)
 
 
@@ -547,8 +367,6 @@ def test_an_interrupted_run_goes_on_with_the_same_numbers(tmp_path: Path) -> Non
     device = Device(noise=0.5)  # another machine: what was measured counts
     again = prune(budget="latency:60%", latency=device, runtime=runtime)
     assert not device.calls and again.latency == first.latency and again.widths == first.widths
-    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
     with pytest.raises(FileError):
         prune(budget="latency:60%", latency=table(), runtime=runtime)
 
@@ -565,15 +383,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(timing.Clock, "times", lambda self, nets: [device(net.eval()) for net in nets])
     return device
-
-
-@pytest.fixture(scope="module")
-def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A table of the network of digits, by the make-believe device."""
-    path = tmp_path_factory.mktemp("table") / "table.json"
-    found = timing.measure_latency(build("digits:resnet"), DIGITS, config=LatencyConfig(networks=24), measure=Device())
-    replace(found, place="cpu", device=timing.device_name("cpu")).save(path)
-    return path
 
 
 def test_a_run_measures_keeps_its_table_and_reports(
@@ -604,69 +413,34 @@ def test_a_run_measures_keeps_its_table_and_reports(
         assert (stopped / name).read_bytes() == (straight / name).read_bytes()
 
 
-def test_a_given_table_is_not_measured_again(capsys: Capture, tmp_path: Path, fake: Device, table_file: Path) -> None:
-    given = ["--budget", "latency:60%,params:70%", "--latency", str(table_file), "--out", str(tmp_path / "run")]
-    code, out, err = run(capsys, "search", *PRUNE[1:-2], *given)
-    assert code == 0 and fake.calls == 2 and "asked" in out, err
-    assert Latency.load(tmp_path / "run" / "latency.json") == Latency.load(table_file)
-
-
-def test_wrong_tables_and_times_exit_with_2(
-    capsys: Capture, tmp_path: Path, fake: Device, table_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_table_is_made_by_a_command_and_given_to_another(
+    capsys: Capture, tmp_path: Path, fake: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ["--latency", str(table_file)]
-    for options in (
-        [*given, "--budget", "1us"],
-        [*given, "--budget", "8ms", "--ignore", "layer1"],
-        [*given, "--budget", "8ms", "--latency-batch", "8"],
-        ["--budget", "8ms", "--latency-device", "cuda", "--latency-runtime", "onnx"],
-        ["--budget", "50%", "--latency-batch", "8"],
-        ["--budget", "8ms", "--latency", str(tmp_path / "none.json")],
-    ):
-        code, out, err = run(capsys, *PRUNE, *options)
-        assert (code, out) == (2, "") and err.count("\n") <= 2, err
-    assert list(tmp_path.iterdir()) == [] and not fake.calls
-    assert run(capsys, "compare", *PRUNE[1:5], "--budget", "8ms", "--methods", "uniform", "--out", "table")[0] == 2
-
-
-def test_the_command_prints_and_writes_a_table(capsys: Capture, tmp_path: Path, fake: Device) -> None:
-    path = tmp_path / "table.json"
     options = ["latency", "--model", "digits:resnet", "--device", "cpu", "--networks", "20"]
-    code, out, err = run(capsys, *options, "--out", str(path))
-    assert code == 0 and "unpruned" in out and out.count("held out") == 3 and "(median)" in out, err
-    assert Latency.load(path).unpruned_ms == pytest.approx(true_ms(build("digits:resnet").eval()))
-    code, out, _ = run(capsys, *options, "--json")
-    assert Latency.from_json(json.loads(out)).spaces == Latency.load(path).spaces
-    fake.calls = 0
+    code, out, err = run(capsys, *options, "--out", "table.json")
+    assert code == 0 and "unpruned" in out and "3 held-out networks" in out and "(median)" in out, err
+    found = Latency.load("table.json")
+    assert Latency.from_json(json.loads(run(capsys, *options, "--json")[1])).spaces == found.spaces
+    assert found.unpruned_ms == pytest.approx(true_ms(build("digits:resnet").eval()))
+    fake.calls, given = 0, ["--latency", "table.json"]
     for wrong in (
-        ["--networks", "3"],
-        ["--runtime", "abacus"],
-        ["--out", str(tmp_path)],
-        ["--out", "/proc/table.json"],
+        [*options, "--networks", "3"],
+        [*options, "--out", str(tmp_path)],
+        [*PRUNE, *given, "--budget", "8ms", "--ignore", "layer1"],
+        [*PRUNE, *given, "--budget", "8ms", "--latency-batch", "8"],
+        [*PRUNE, "--budget", "8ms", "--latency-device", "cuda", "--latency-runtime", "onnx"],
+        [*PRUNE, "--budget", "50%", "--latency-batch", "8"],
+        ["compare", *PRUNE[1:5], "--budget", "8ms", "--methods", "uniform", "--out", "runs"],
     ):
-        assert run(capsys, *options, *wrong)[0] == 2 and not fake.calls, wrong
-    assert list(tmp_path.iterdir()) == [path]
-    fake.slow = lambda call: call % 5 == 0  # all that are held out
+        code, out, err = run(capsys, *wrong)
+        assert (code, out) == (2, "") and err.count("\n") <= 2, err
+    assert [it.name for it in tmp_path.iterdir()] == ["table.json"] and not fake.calls
+    budget = ["--budget", "latency:60%,params:70%", "--out", "run"]
+    code, out, err = run(capsys, "search", *PRUNE[1:-2], *given, *budget)
+    assert code == 0 and fake.calls == 2 and "asked" in out and Latency.load("run/latency.json") == found, err
+    fake.slow = lambda call: call % 5 == 2  # all that are held out
     assert "the machine was busy" in run(capsys, *options)[1]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("command", ["prune", "latency"])
-def test_measuring_is_stopped_at_once(
-    command: str, number: int, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is nothing to save, and nothing to go on with."""
-    monkeypatch.chdir(tmp_path)
-    before = {it: signal.signal(it, signal.default_int_handler) for it in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(timing.Clock, "times", lambda self, nets: os.kill(os.getpid(), number))
-    options = [*PRUNE, "--budget", "latency:60%"] if command == "prune" else ["latency", *PRUNE[1:3]]
-    try:
-        code, out, err = run(capsys, *options, "--out", str(tmp_path / "out"))
-    finally:
-        for it, handler in before.items():
-            signal.signal(it, handler)
-    assert (code, out) == (3, "") and "--resume" not in err and list(tmp_path.iterdir()) == [], err
 
 
 @pytest.mark.slow
@@ -677,6 +451,4 @@ def test_several_seeds_share_one_table(capsys: Capture, tmp_path: Path) -> None:
     assert code == 0, err
     shared = Latency.load(folder / "latency.json")
     assert all(Latency.load(folder / f"seed-{seed}" / "latency.json") == shared for seed in (0, 1))
-    outcomes = json.loads((folder / "summary.json").read_text())["latency"]
-    assert len(outcomes) == 2 and outcomes == json.loads(out)["latency"]
-    assert run(capsys, *options)[0] == 0 and Latency.load(folder / "latency.json") == shared
+    assert json.loads((folder / "summary.json").read_text())["latency"] == json.loads(out)["latency"]

@@ -107,7 +107,7 @@ def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
     names = {path.name for path in run.folder.iterdir()}
     assert names >= FILES and not [name for name in names if name.startswith(".")]  # nothing half written
     report = (run.folder / "report.md").read_text()
-    assert all(f"| {row.name} | {row.macs:,} |" in report for row in result.rows)
+    assert all(row.name in report and f"{row.macs:,}" in report for row in result.rows)
 
     past = read_run(run.folder)
     assert (state(run.folder), past.problems) == ("done", ())

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
         WidthsError,
     )
     from dmcp.exporting import export, quantize
-    from dmcp.latency.measure import measure_latency
-    from dmcp.latency.table import Latency
+    from dmcp.latency import Latency, measure_latency
     from dmcp.losses import LowerIsBetter
     from dmcp.pruning import Loaders, PruneResult, prune
     from dmcp.sampling import direct, expected, random_widths, uniform
@@ -67,7 +66,7 @@ _NAMES = {  # module -> what it gives
     "budget": "Budget", "calibration": "recalibrate", "checkpoint": "Checkpointer",
     "cutting": "cut reinitialize verify",
     "errors": "BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError WidthsError",
-    "exporting": "export quantize", "latency.measure": "measure_latency", "latency.table": "Latency",
+    "exporting": "export quantize", "latency": "Latency measure_latency",
     "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune",
     "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",
     "searching.search": "Searcher search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,16 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from dmcp.batches import generator, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
-from dmcp.modules import call_model, map_leaves, narrow, path_of, tensors_in, unwrap
-from dmcp.preflight import check_finite
+from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap
 from dmcp.progress import phase
 from dmcp.runtime.io import quote, write_files
 
+ONNX, PT2 = ".onnx", ".pt2"
 NOTE = "input.json"  # the preprocessing: a key in the metadata of ONNX, an extra file in .pt2
 TOLERANCE = 1e-4  # what rounding explains, as a share of the largest output
 SAMPLES = 512  # that the ranges of int8 activations come from
@@ -44,37 +42,16 @@ _PASSES = 3  # of a turn that are timed
 _FAST = 10  # one pass in ten is a fast one
 _FINE = 1e-6  # seconds that a clock must tell apart
 _CPU = torch.device("cpu")
-_FLOATS = {"tensor(float)": torch.float32, "tensor(double)": torch.float64, "tensor(float16)": torch.float16}
 
 
-class Format(StrEnum):
-    """Formats by the suffix of the file."""
-
-    ONNX = ".onnx"
-    EXPORTED = ".pt2"  # of torch.export
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Exported:
-    """A file that was written, and how it compares with the network."""
+    """A file that was written, and how it compares with what it was made from."""
 
     path: Path
     size_bytes: int
-    params: int  # of the network
     runtime: str  # that ran the file, with its version
-    difference: float  # largest difference of an output, as a share of the largest number in it
-    batches: tuple[int, ...]  # sizes of the batches that were compared
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantized:
-    """An int8 file that was written, and how it compares with the float32 file."""
-
-    path: Path
-    size_bytes: int
-    samples: int  # that the ranges come from
-    runtime: str  # that ran the file, with its version
-    difference: float  # root mean square of the outputs' difference, as a share of that of the outputs
+    difference: float  # largest one of an output, as a share of the largest number in it; of int8, root mean squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +60,7 @@ class OpenFile:
 
     runtime: str
     run: Callable[[Any], list[Tensor]]  # inputs as a model gets them -> all tensors of the output, in order
-    note: str | None  # what the file says under NOTE
-    inputs: Mapping[str, str]  # of ONNX: name -> type, like "tensor(float)"
+    names: tuple[str, ...] = ()  # of the inputs, in ONNX
 
 
 def export(
@@ -102,49 +78,33 @@ def export(
     preprocessing: plain data about what is done to an image before; it goes into the file.
     tolerance: largest difference, as a share of the largest output. Beyond it FileError, and what was there stays.
     """
-    path = path_of("export", path)
-    kind = check_target(path, tolerance)
+    path = Path(path)
+    check_target(path)
     with blaming("preprocessing must be plain data that JSON can hold"):
         note = None if preprocessing is None else json.dumps(preprocessing)
-    if not tensors_in(example) or not all(tensor.ndim for tensor in tensors_in(example)):
-        raise TraceError("The example must hold tensors, and dim 0 of each must be the batch.")
     net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
-    inputs = [random_like(example, size) for size in _BATCHES]
-    check_finite(net, inputs[-1])
-    program, dims = record(net, example)
     with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
         new = Path(folder) / path.name
-        if kind is Format.ONNX:
-            write_onnx(program, dims, new, note)
-        else:
-            made = io.BytesIO()  # given a path, torch ends the whole process where the disk is full
-            torch.export.save(program, made, extra_files=None if note is None else {NOTE: note})
-            new.write_bytes(made.getbuffer())
+        (write_onnx if path.suffix == ONNX else write_pt2)(net, example, new, note)
         file = open_file(new)
-        difference = largest_gap(net, file.run, inputs)
-        if not difference <= tolerance or file.note != note:
+        difference = largest_gap(net, file.run, [random_like(example, size) for size in _BATCHES])
+        if not difference <= tolerance:
             raise FileError(
                 f"{path}: not written: in {file.runtime} it is not the same network: its outputs differ by "
-                f"{difference:.1e} of the largest one (tolerance {tolerance:.0e}), or its preprocessing is lost."
+                f"{difference:.1e} of the largest one (tolerance {tolerance:.0e})."
             )
         write_files(path.parent, {path.name: new.read_bytes()})
-    size, params = path.stat().st_size, sum(parameter.numel() for parameter in net.parameters())
-    return Exported(
-        path=path, size_bytes=size, params=params, runtime=file.runtime, difference=difference, batches=_BATCHES
-    )
+    return Exported(path, path.stat().st_size, file.runtime, difference)
 
 
-def check_target(path: Path, tolerance: float = TOLERANCE) -> Format:
-    """The format of a file; one that cannot be written is refused before anything is done."""
-    if not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
-        raise DmcpError(f"The tolerance must be a number above 0 and below 1, not {tolerance!r}.")
-    if path.is_dir() or path.suffix not in list(Format):
-        raise FileError(f"{path}: name a file whose suffix is {' or '.join(Format)}.")
+def check_target(path: Path) -> None:
+    """Refuse a file that cannot be written before anything is done."""
+    if path.is_dir() or path.suffix not in (ONNX, PT2):
+        raise FileError(f"{path}: name a file whose suffix is {ONNX} or {PT2}.")
     if not path.parent.is_dir():
         raise FileError(f"{path}: there is no folder {path.parent}: make it, or name another file.")
-    if path.suffix == Format.ONNX and (missing := missing_packages()):
-        raise DmcpError(f"{missing}, or name a {Format.EXPORTED} file, which needs torch only.")
-    return Format(path.suffix)
+    if path.suffix == ONNX and (missing := missing_packages()):
+        raise DmcpError(f"{missing}, or name a {PT2} file, which needs torch only.")
 
 
 def missing_packages() -> str:
@@ -184,10 +144,10 @@ def turn_times(
                 break
             for call, own in zip(calls, times, strict=True):
                 for turn in range(_PASSES + 1):
-                    wait(device)
+                    _wait(device)
                     before = now()
                     call()
-                    wait(device)
+                    _wait(device)
                     if number and turn:
                         own.append(1000 * (now() - before))
             update(number + 1)
@@ -197,12 +157,9 @@ def turn_times(
     return [slower * quick for quick in fast]
 
 
-def wait(device: torch.device) -> None:
-    """Until the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 # from the network to a file
@@ -212,15 +169,13 @@ def random_like(example: Any, size: int) -> Any:
     """Random inputs of the example's shapes for a batch of this size; integers are taken from those in it."""
     random = generator(size)
 
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def one(leaf: Tensor) -> Tensor:
         shape = (size, *leaf.shape[1:])
         if leaf.is_floating_point():
             return torch.randn(shape, generator=random).to(leaf.dtype)
         return leaf.cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
 
-    return map_leaves(one, example)
+    return pytree.tree_map_only(Tensor, one, example)
 
 
 def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
@@ -236,35 +191,36 @@ def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
     return program, dims
 
 
-def write_onnx(program: ExportedProgram, dims: Any, path: Path, note: str | None = None) -> None:
-    """A graph of `record` as an ONNX file, which must be alone in its folder."""
-    other = f"export to {Format.EXPORTED}"
-    for output in program.graph_signature.output_specs:
-        if (value := getattr(output.arg, "value", None)) is not None:
-            raise TraceError(f"This network returns {value!r} besides tensors, which ONNX cannot hold: {other}.")
-    with blaming(f"This network cannot be written as ONNX ({other})", TraceError), silence():
-        made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, external_data=False, verbose=False)
+def write_pt2(net: nn.Module, example: Any, path: Path, note: str | None) -> None:
+    """The network as a file of torch.export."""
+    made = io.BytesIO()  # given a path, torch ends the whole process where the disk is full
+    torch.export.save(record(net, example)[0], made, extra_files=None if note is None else {NOTE: note})
+    path.write_bytes(made.getbuffer())
+
+
+@torch.no_grad()
+def write_onnx(net: nn.Module, example: Any, path: Path, note: str | None) -> None:
+    """The network as an ONNX file, whose outputs are named as the network does."""
+    program, dims = record(net, example)
+    names = _output_names(call_model(net, random_like(example, _RECORDED)))
+    with blaming(f"This network cannot be written as ONNX (export to {PT2})", TraceError), silence():
+        made: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=dims, output_names=names, verbose=False)
     for part in (made.model.graph, *made.model.graph.all_nodes()):
         part.metadata_props.clear()  # torch's notes for its developers: a tenth of the file of a small network
-    _name_outputs(made.model, program)
+    importlib.import_module("onnx_ir.passes.common").NameFixPass()(made.model)  # names are unique in the whole graph
     if note is not None:
         made.model.metadata_props[NOTE] = note
     made.save(path, external_data=False)
-    if [it.name for it in path.parent.iterdir()] != [path.name]:
-        raise FileError(f"{path.name}: too large for one ONNX file: {other}.")
 
 
-def _name_outputs(model: Any, program: ExportedProgram) -> None:
-    """Name the outputs of an ONNX model as the network does; torch names them after ops."""
-    spec = program.call_spec.out_spec
-    made = [it.arg for it in program.graph_signature.output_specs if it.kind is OutputKind.USER_OUTPUT]
-    places, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
-    paths = [path for (path, _), arg in zip(places, made, strict=True) if isinstance(arg, TensorArgument)]
-    outputs = model.graph.outputs if len(model.graph.outputs) == len(paths) else []  # else torch's own names are better
-    for value, path in zip(outputs, paths, strict=False):
+def _output_names(outputs: Any) -> list[str]:
+    """output; output_0, output_1; or by the keys of a dict: heads.1.far"""
+    found = []
+    for path, leaf in pytree.tree_leaves_with_path(outputs):
         keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path] or ["output"]
-        value.name = "output_" * isinstance(next(iter(path), None), pytree.SequenceKey) + ".".join(keys)
-    importlib.import_module("onnx_ir.passes.common").NameFixPass()(model)  # names are unique in the whole graph
+        if isinstance(leaf, Tensor):
+            found.append("output_" * keys[0].isdigit() + ".".join(keys))
+    return found
 
 
 # from a file to its outputs
@@ -272,28 +228,21 @@ def _name_outputs(model: Any, program: ExportedProgram) -> None:
 
 def open_file(path: Path, threads: int = 0) -> OpenFile:
     """An .onnx file in onnxruntime on the CPU, 0 threads: its own choice; a .pt2 file in torch."""
-    if path.suffix == Format.ONNX:
+    if path.suffix == ONNX:
         runtime = importlib.import_module("onnxruntime")
         settings = runtime.SessionOptions()
         settings.log_severity_level = 3  # errors only
         settings.intra_op_num_threads = threads
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # on cores that the next one needs
         session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        inputs = {it.name: it.type for it in session.get_inputs()}
+        names = tuple(it.name for it in session.get_inputs())
         return OpenFile(
-            f"onnxruntime {onnxruntime_version()}",
-            lambda x: [*map(torch.from_numpy, session.run(None, by_name(inputs, x)))],
-            session.get_modelmeta().custom_metadata_map.get(NOTE),
-            inputs,
+            f"onnxruntime {runtime.__version__}",
+            lambda x: [*map(torch.from_numpy, session.run(None, by_name(names, x)))],
+            names,
         )
-    extra = {NOTE: ""}
-    net = torch.export.load(path, extra_files=extra).module()
-    return OpenFile(f"torch {torch.__version__}", lambda x: tensors_in(call_model(net, x)), extra[NOTE] or None, {})
-
-
-def onnxruntime_version() -> str:
-    """Of the one that is installed."""
-    return str(importlib.import_module("onnxruntime").__version__)
+    net = torch.export.load(path).module()
+    return OpenFile(f"torch {torch.__version__}", lambda x: tensors_in(call_model(net, x)))
 
 
 def by_name(names: Iterable[str], example: Any) -> dict[str, Any]:
@@ -336,12 +285,8 @@ def blaming(text: str, kind: type[DmcpError] = FileError) -> Iterator[None]:
     except (DmcpError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise kind(f"{text}: {reason(error)}") from error
-
-
-def reason(error: Exception) -> str:
-    """The beginning of another library's message, as a sentence."""
-    return f"{type(error).__name__}: {quote(' '.join(str(error).split())).rstrip('.:') or 'no message'}."
+        reason = quote(" ".join(str(error).split())).rstrip(".:") or "no message"
+        raise kind(f"{text}: {type(error).__name__}: {reason}.") from error
 
 
 # int8
@@ -349,26 +294,22 @@ def reason(error: Exception) -> str:
 
 def quantize(
     source: str | os.PathLike[str], loader: Iterable[Any], path: str | os.PathLike[str], *, samples: int = SAMPLES
-) -> Quantized:
+) -> Exported:
     """Write an ONNX file with 8 bits per weight and activation, from one that `export` wrote; nothing is trained.
 
     loader: batches like those of training, but shuffled and not augmented: the ranges of activations are those of the
         first `samples`. Test the new file: some networks lose accuracy.
     """
-    source, path = (path_of("quantize", it) for it in (source, path))
+    source, path = Path(source), Path(path)
     check_target(path)
-    if {source.suffix, path.suffix} != {Format.ONNX}:
-        raise FileError(f"{source}, {path}: only {Format.ONNX} files can have 8 bits.")
-    if path.exists() and source.exists() and path.samefile(source):
-        raise FileError(f"{path}: the int8 file is made from this one: name another file.")
-    if type(samples) is not int or samples < 1:
-        raise DmcpError(f"samples must be an int of at least 1, not {samples!r}.")
+    if {source.suffix, path.suffix} != {ONNX} or path.resolve() == source.resolve():
+        raise FileError(f"{source}, {path}: only {ONNX} files can have 8 bits, and the two must differ.")
     with blaming(f"{source}: onnxruntime cannot open it"):
         before = open_file(source)
-    batches = _first_inputs(loader, samples, before.inputs)
+    batches = _first_inputs(loader, samples)
     with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
         new = Path(folder) / path.name
-        _write_int8(source, [by_name(before.inputs, batch) for batch in batches], new)
+        _write_int8(source, [by_name(before.names, batch) for batch in batches], new)
         after = open_file(new)
         was, now = (
             torch.cat([out.double().flatten() for it in batches for out in file.run(it)]) for file in (before, after)
@@ -377,24 +318,19 @@ def quantize(
         if not difference < float("inf"):
             raise FileError(f"{path}: not written: its outputs are not finite.")
         write_files(path.parent, {path.name: new.read_bytes()})
-    size, seen = path.stat().st_size, sum(size_of((batch,)) for batch in batches)
-    return Quantized(path=path, size_bytes=size, samples=seen, runtime=after.runtime, difference=difference)
+    return Exported(path, path.stat().st_size, after.runtime, difference)
 
 
-def _first_inputs(loader: Iterable[Any], samples: int, kinds: Mapping[str, str]) -> list[Any]:
-    """The inputs of the first samples, on the CPU; refuses what onnxruntime would take for others, or crash on."""
+def _first_inputs(loader: Iterable[Any], samples: int) -> list[Any]:
+    """The inputs of the first samples, on the CPU."""
     found: list[Any] = []
     for batch in loader:
-        inputs, room = input_of(batch), samples
-        found.append(map_leaves(lambda leaf: leaf[:room].detach().cpu() if isinstance(leaf, Tensor) else leaf, inputs))  # noqa: B023
-        for tensor, kind in zip(tensors_in(found[-1]), kinds.values(), strict=False):
-            if tensor.dtype != (wanted := _FLOATS.get(kind, tensor.dtype)) or not tensor.isfinite().all():
-                raise DataError(f"A batch holds {tensor.dtype}; the file takes finite numbers of {wanted}.")
-        samples -= size_of((inputs,))
+        found.append(pytree.tree_map_only(Tensor, lambda it: it[:samples].detach().cpu(), input_of(batch)))  # noqa: B023
+        samples -= size_of((found[-1],))
         if samples <= 0:
             break
-    if not found:
-        raise DataError("The loader gives no batch to find the ranges of activations with.")
+    if not found or not all(tensor.isfinite().all() for tensor in tensors_in(found)):
+        raise DataError("The ranges of activations need a loader with batches, all of finite numbers.")
     return found
 
 

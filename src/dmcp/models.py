@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,34 +54,14 @@ class ResNet(nn.Module):
             nn.Sequential(Block(*first), *(Block(first[1], first[1], 1) for _ in range(blocks - 1))) for first in stages
         )
         self.fc = nn.Linear(4 * width, num_classes)
-        _initialize(self)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))
-        return logits
-
-
-class Vgg16(nn.Module):
-    """VGG-16 with BatchNorm and one linear layer, as is usual on CIFAR."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__()
-        self.sample_shape = (3, 32, 32)
-        layers: list[nn.Module] = []
-        inputs = 3
-        for stage in ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)):
-            for outputs in stage:
-                layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(True)]
-                inputs = outputs
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(inputs, num_classes)
-        _initialize(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(torch.flatten(self.features(x), 1))
         return logits
 
 
@@ -101,12 +80,6 @@ def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
     return model
 
 
-def _initialize(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-
 NETS: Mapping[str, Mapping[str, Callable[..., nn.Module]]] = {
     "cifar": {
         "resnet20": partial(ResNet, 3),
@@ -114,7 +87,6 @@ NETS: Mapping[str, Mapping[str, Callable[..., nn.Module]]] = {
         "resnet56": partial(ResNet, 9),
         "resnet110": partial(ResNet, 18),
         "mobilenet_v2": mobilenet_v2,
-        "vgg16_bn": Vgg16,
     },
     "digits": {"resnet": partial(ResNet, blocks=1, sample_shape=(1, 8, 8))},
 }
@@ -143,19 +115,14 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
 
 def sample_shape(model: nn.Module) -> tuple[int, ...]:
     """Shape of one image for the model: its `sample_shape`, timm's input_size, else 3x224x224."""
-    own = getattr(model, "sample_shape", None)
-    if own is None:
-        config = getattr(model, "pretrained_cfg", None) or {}
-        return tuple(config.get("input_size", (3, 224, 224)))
-    if not isinstance(own, tuple) or not all(type(size) is int and size > 0 for size in own):
-        raise DmcpError(f"The model's sample_shape must be a tuple of sizes, like (3, 224, 224), not {own!r}.")
-    return own
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return tuple(getattr(model, "sample_shape", None) or config.get("input_size", (3, 224, 224)))
 
 
 def names(timm: bool = False) -> list[str]:
     """Names that `build` knows: torchvision's and those of small networks, or timm's."""
     if timm:
-        return [f"timm:{name}" for name in _import_timm().list_models()]
+        return [f"timm:{name}" for name in imported("timm", "list_models")()]
     import torchvision
 
     small = [f"{library}:{name}" for library, known in NETS.items() for name in known]
@@ -165,21 +132,15 @@ def names(timm: bool = False) -> list[str]:
 def find(name: str) -> Callable[..., Any]:
     """The function or class that builds the network of this name."""
     library, colon, rest = name.partition(":")
-    if library.endswith(".py") or "/" in library:
-        raise DmcpError(f"{name}: name the module of your network, not its file, like package.module:{rest or 'NAME'}.")
     if not colon:
         return _torchvision(name)
     if library in NETS:
         return NETS[library].get(rest) or _unknown(rest, NETS[library], library, f"All: {', '.join(NETS[library])}.")
     if library == "timm":
-        timm = _import_timm()
-        if not timm.is_model(rest):
-            _unknown(rest, timm.list_models(), "timm")
-        return lambda **kwargs: timm.create_model(rest, **{"pretrained": False} | kwargs)
-    found = imported(library, rest)
-    if not callable(found):
-        raise DmcpError(f"{name}: not a function or class that builds a network.")
-    return found  # type: ignore[no-any-return]
+        if not imported(library, "is_model")(rest):
+            _unknown(rest, imported(library, "list_models")(), library)
+        return lambda **kwargs: imported(library, "create_model")(rest, **kwargs)
+    return imported(library, rest)  # type: ignore[no-any-return]
 
 
 def _torchvision(name: str) -> Callable[..., Any]:
@@ -192,14 +153,6 @@ def _torchvision(name: str) -> Callable[..., Any]:
     builder = torchvision.models.get_model_builder(name)
     wanted = {"weights", "weights_backbone"} & {*inspect.signature(builder).parameters}  # else a backbone is downloaded
     return lambda **kwargs: builder(**dict.fromkeys(wanted) | kwargs)
-
-
-def _import_timm() -> Any:
-    try:
-        import timm
-    except ImportError:
-        raise DmcpError("timm is not installed: pip install torch-dmcp[timm]") from None
-    return timm
 
 
 def imported(module: str, name: str) -> Any:

@@ -42,8 +42,8 @@ def preflight(
 ) -> Any:
     """Refuse what would fail after hours of work; returns the input of the first batch, on the model's device.
 
-    loaders: by name; "loader" is the first that is used. networks: how many are tested. teacher: a copy, which gets the
-    model's dtype if need be, or the model itself. slimmable: whether the model learns from its own outputs.
+    loaders: by name; "loader" is the first that is used. networks: how many are tested. slimmable: whether the model
+    learns from its own outputs.
     """
     check_trainable(model)
     check_metric(task.metric, current())
@@ -53,26 +53,20 @@ def preflight(
         if (loader is not None or name == "loader") and not length_of(loader, name):
             raise DataError(f"The {name} has no batches: is the batch larger than the data?")
     check_tested(val_loader, networks)
-    batch = next(iter(loaders["loader"] or ()), None)
-    if batch is None:
-        raise DataError("The loader has no batches: is the batch larger than the data?")
+    assert loaders["loader"] is not None
+    batch = next(iter(loaders["loader"]))
     example = on_device(input_of(batch), device_of(model))
     sample = first_two(example)
-    if not tensors_in(example):
-        raise DataError(
-            f"The input of a batch is a {type(example).__name__} without tensors: let the loader give some."
-        )
-    check_dtype(model, sample)
-    check_finite(model, sample)
-    check_input(model, sample)
+    check_forward(model, sample)
     if task.loss is None:
-        check_labels(model, sample, size_of((example,)), labels_of(batch))
+        scores, labels = scores_of(_output(unwrap(model), sample, train=True)), labels_of(batch)
+        if scores is not None and scores.ndim >= 2:  # a GPU would not say why; what else is wrong, the loss says
+            check_fit(labels, (size_of((example,)), *scores.shape[1:]))
+            check_range(labels, scores.shape[1])
     if slimmable:
         check_teacher(model, model, sample, train=True)
-    if teacher is not None and teacher is not model:
-        match_dtype(teacher, model, sample)
-        check_finite(teacher, sample, "teacher")
     if teacher is not None:
+        check_forward(teacher, sample, "teacher")
         check_teacher(model, teacher, sample)
     for name, loader in loaders.items():
         if loader is not None and name != "loader":
@@ -88,50 +82,29 @@ def first_two(example: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x[:2], example)
 
 
-@torch.no_grad()
-def check_dtype(model: nn.Module, example: Any) -> None:
-    """Refuse inputs of another dtype than the weights, if the network cannot take them."""
-    model = unwrap(model)
-    if _output(model, example, train=False) is not None:
-        return
-    if wanted := wrong_dtype(model, example):
+def check_forward(model: nn.Module, example: Any, who: str = "network") -> None:
+    """Refuse inputs of another dtype, numbers that are not finite, and a forward that changes its input."""
+    if not (inputs := tensors_in(example)):
+        raise DataError(f"The input of a batch is a {type(example).__name__} without tensors: let it have some.")
+    model, given = unwrap(model), tree_map_only(Tensor, torch.clone, example)
+    output = _output(model, given, train=False)
+    if output is None and (wanted := wrong_dtype(model, example)):
         raise DataError(f"The input of a batch holds {wanted}.")
-
-
-@torch.no_grad()
-def check_input(model: nn.Module, example: Any) -> None:
-    """Refuse a forward that writes into its input, if that changes a second pass: networks share their batches."""
-    given = tree_map_only(Tensor, torch.clone, example)
-    first = tensors_in(_output(unwrap(model), given, train=False))
-    if _alike(tensors_in(given), tensors_in(example)):
+    bad = [name for name, tensor in model.state_dict().items() if tensor.isnan().any()]
+    if bad or not all(tensor.isfinite().all() for tensor in tensors_in(output)):
+        if not all(tensor.isfinite().all() for tensor in inputs):
+            raise DataError("The input of a batch holds NaN or infinite numbers: look at the data.")
+        where = f"{who}'s {bad[0]} holds NaN" if bad else f"output of the {who} on an example is NaN or infinite"
+        raise TrainingError(f"The {where}: look at its weights, and for a division by 0 or a logarithm in its forward.")
+    if _alike(tensors_in(given), inputs):
         return
-    if not _alike(first, tensors_in(_output(unwrap(model), given, train=False))):
+    if not _alike(tensors_in(output), tensors_in(_output(model, given, train=False))):
         raise TrainingError(
             "The forward of the network changes its input (as x.mul_(2), x += 1 or an in-place layer does), and "
             "several networks get the same batch: let it make a new tensor, x = x * 2."
         )
 
 
-@torch.no_grad()
-def check_finite(model: nn.Module, example: Any, who: str = "network") -> None:
-    """Refuse a network with a tensor, or with an output on the example, that is not finite."""
-    model = unwrap(model)
-    bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
-    # infinite buffers may be a mask
-    bad += [name for name, buffer in model.named_buffers() if not buffer.is_meta and buffer.isnan().any()]
-    if bad:
-        raise TrainingError(f"The {who}'s {bad[0]} holds NaN or infinite numbers: give it other weights.")
-    if all(map(_is_finite, tensors_in(_output(model, example, train=False)))):
-        return
-    if not all(map(_is_finite, tensors_in(example))):
-        raise DataError("The input of a batch holds NaN or infinite numbers: look at the data.")
-    raise TrainingError(
-        f"The output of the {who} on an example is NaN or infinite, though its weights are not: look for a division by "
-        "0, a logarithm or an overflow in its forward."
-    )
-
-
-@torch.no_grad()
 def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
     """Refuse a network that does not give one tensor (N, classes), in training or in test."""
     for train in (False, True):
@@ -139,23 +112,12 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
         if output is None:  # whoever runs it next says why
             return
         if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < classes:
-            what = f"a tensor {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise TrainingError(
-                f"The network gives {what}{' in training' if train else ''}, not one tensor of {len(example)} images x "
-                f"{classes} classes: the command line trains classifiers only; dmcp.prune in Python takes any network."
+                f"The network must give one tensor of {len(example)} images x {classes} classes, also in training: the "
+                "command line trains classifiers only; dmcp.prune in Python takes any network."
             )
 
 
-@torch.no_grad()
-def check_labels(model: nn.Module, example: Any, samples: int, labels: Tensor) -> None:
-    """Refuse labels of a batch of so many samples that the default loss cannot take; a GPU would not say why."""
-    scores = scores_of(_output(unwrap(model), example, train=True))
-    if scores is not None and scores.ndim >= 2:  # what else is wrong, the loss says
-        check_fit(labels, (samples, *scores.shape[1:]))
-        check_range(labels, scores.shape[1])
-
-
-@torch.no_grad()
 def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, train: bool = False) -> None:
     """Refuse a teacher, in train or eval mode, without the outputs that the network has in training."""
     try:
@@ -177,15 +139,6 @@ def can_teach(model: nn.Module, example: Any) -> bool:
     return True
 
 
-@torch.no_grad()
-def match_dtype(teacher: nn.Module, model: nn.Module, example: Any) -> None:
-    """Give a copy of a teacher the network's dtype, if it cannot take the inputs with its own."""
-    theirs, own = ({it.dtype for it in net.parameters() if it.is_floating_point()} for net in (teacher, unwrap(model)))
-    if theirs != own and len(own) == 1 and _output(teacher, example, train=False) is None:
-        teacher.to(own.pop())
-
-
-@torch.no_grad()
 def classes_of(model: nn.Module, example: Any) -> int:
     """How many classes the network's first output is for, in eval mode; 0 if it has none."""
     output = _output(unwrap(model), example, train=False)
@@ -206,11 +159,7 @@ def try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
         for batch in batches if metric is None else ():
             if classes := classes_of(model, on_device(input_of(batch), device)):
                 check_range(labels_of(batch), classes)
-        try:
-            evaluate(narrow(unwrap(model), {}, {}), batches, metric)
-        finally:
-            if whole is not None:
-                whole.reset()  # of this trial nothing is left
+        evaluate(narrow(unwrap(model), {}, {}), batches, metric)
 
 
 def _output(model: nn.Module, example: Any, train: bool) -> Any:
@@ -221,6 +170,7 @@ def _output(model: nn.Module, example: Any, train: bool) -> Any:
         return None
 
 
+@torch.no_grad()
 def _run(model: nn.Module, example: Any, train: bool) -> Any:
     """What a copy of the network gives: a forward may write into buffers."""
     device = device_of(model)
@@ -230,7 +180,3 @@ def _run(model: nn.Module, example: Any, train: bool) -> Any:
 
 def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.allclose(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return tensor.is_meta or bool(tensor.isfinite().all())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any, ParamSpec, TextIO, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from rich import progress as bars
@@ -30,27 +30,17 @@ _SECONDS, _MOMENT = 10.0, 0.2  # between two plain lines, and between two states
 
 @dataclass(eq=False)
 class Row:
-    """A phase. Work is counted in training steps of the unpruned network."""
+    """A phase."""
 
     name: str
     steps: int
-    work: float = 0.0  # of a step; 0: not comparable with that of other phases
-    light: int = 0  # first steps that have less work by half a training step: the warm-up of a search
+    work: float = 0.0  # of a step, in training steps of the unpruned network; 0: not comparable with other phases
     done: int = 0
     text: str = ""
     start: int = 0  # steps that were done before the current call
-    measured: float = 0.0  # work that took these seconds, in this process
+    timed: int = 0  # steps that took these seconds, in this process
     seconds: float = 0.0
     time: float = 0.0  # of the last step
-
-    def work_until(self, step: int) -> float:
-        """Of the first steps."""
-        return (self.work or 1.0) * step - min(step, self.light) / 2
-
-    @property
-    def left(self) -> float:
-        """Work that is left."""
-        return self.work_until(self.steps) - self.work_until(self.done)
 
 
 class Progress:
@@ -61,17 +51,15 @@ class Progress:
         self.lines, self.shown = lines, time.monotonic()
         self.bars: bars.Progress | None = None
         if console is not None:
-            text = bars.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True))
-            name = bars.TextColumn("{task.description}", markup=False)
-            columns = (
-                name,
-                bars.BarColumn(20, table_column=Column(min_width=12)),
-                bars.TextColumn("{task.fields[count]}"),
-                text,
-            )
             # no thread draws them: workers are forked meanwhile
             self.bars = bars.Progress(
-                *columns, console=console, auto_refresh=False, redirect_stdout=_is_terminal(sys.stdout)
+                bars.TextColumn("{task.description}", markup=False),
+                bars.BarColumn(20, table_column=Column(min_width=12)),
+                bars.TextColumn("{task.fields[count]}"),
+                bars.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
+                console=console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
             )
 
     def begin(self, row: Row) -> Row:
@@ -87,54 +75,47 @@ class Progress:
         """So many of the steps of this call are done."""
         now, done = time.monotonic(), row.start + done
         if done > row.done:
-            row.measured += row.work_until(done) - row.work_until(row.done)
-            row.seconds += now - row.time
+            row.timed, row.seconds = row.timed + done - row.done, row.seconds + now - row.time
             row.done, row.time, row.text, row.steps = done, now, text, max(row.steps, done)
             if now - self.shown >= (_MOMENT if self.bars else _SECONDS):
                 self.draw(row)
 
     def seconds_left(self) -> float | None:
         """Of all rows, by the pace of each or else of all; None if nobody knows."""
-        known = [row for row in self.rows.values() if row.work and row.measured]
-        pace = sum(row.seconds for row in known) / sum(row.measured for row in known) if known else None
+        known = [row for row in self.rows.values() if row.work and row.timed]
+        pace = sum(row.seconds for row in known) / sum(row.work * row.timed for row in known) if known else 0.0
         total = 0.0
         for row in self.rows.values():
-            own = row.seconds / row.measured if row.measured else pace if row.work else None
-            if row.left > 0 and own is None:
+            step = row.seconds / row.timed if row.timed else row.work * pace
+            if row.done < row.steps and not step:
                 return None
-            total += row.left * (own or 0.0)
+            total += (row.steps - row.done) * step
         return total
 
     def draw(self, row: Row, last: bool = False) -> None:
         """Show the bars, or the row as a line, if somebody is there to see them."""
-        with contextlib.suppress(OSError):
-            self._draw(row, last)
-
-    def _draw(self, row: Row, last: bool) -> None:
         left, rows, self.shown = self.seconds_left(), [*self.rows.values()], time.monotonic()
         whole, ends = [it for it in rows if it.work], f"{clock(left)} left" if left and left >= 0.5 else ""
         text = ", ".join(filter(None, [row.text, "" if whole and self.bars else ends]))
-        if self.lines and row.done and (row.text or not last):
-            words = filter(None, [f"{row.done} of {row.steps}", text])
-            print(f"{row.name}: {', '.join(words)}", file=sys.stderr, flush=True)
-        if self.bars is None:
-            return
-        shown: list[tuple[str, float, float, str, str]] = [
-            (it.name, it.done, it.steps, f"{it.done}/{it.steps}", text if it is row else it.text) for it in rows
-        ]
-        if whole:
-            total, rest = sum(it.work_until(it.steps) for it in whole), sum(it.left for it in whole)
-            shown.append(("in all", total - rest, total, f"{1 - rest / total:.0%}", ends))
-        for number, (name, done, steps, count, text) in enumerate(shown):
+        with contextlib.suppress(OSError):  # a run goes on without its terminal
+            if self.lines and row.done and (row.text or not last):
+                words = filter(None, [f"{row.done} of {row.steps}", text])
+                print(f"{row.name}: {', '.join(words)}", file=sys.stderr, flush=True)
+            for number, it in enumerate(rows):
+                self._bar(number, it.name, it.done, it.steps, f"{it.done}/{it.steps}", text if it is row else it.text)
+            if whole:
+                done, total = sum(it.work * it.done for it in whole), sum(it.work * it.steps for it in whole)
+                self._bar(len(rows), "in all", done, total, f"{done / total:.0%}", ends)
+            if self.bars:
+                self.bars.refresh()
+
+    def _bar(self, number: int, name: str, done: float, steps: float, count: str, text: str) -> None:
+        if self.bars is not None:
+            self.bars.start()
             if number == len(self.bars.task_ids):
-                self.bars.add_task("", count="", text="", visible=False)
-            how: dict[str, Any] = {"description": name, "completed": done, "total": steps, "visible": True}
-            self.bars.update(self.bars.task_ids[number], count=count, text=text, **how)
-        self.bars.refresh()
-
-
-def _is_terminal(file: TextIO | None) -> bool:
-    return file is not None and file.isatty()
+                self.bars.add_task("", count="", text="")
+            how: dict[str, Any] = {"description": name, "completed": done, "total": steps, "count": count, "text": text}
+            self.bars.update(self.bars.task_ids[number], **how)
 
 
 _CURRENT: ContextVar[Progress | None] = ContextVar("progress", default=None)
@@ -150,17 +131,14 @@ def showing(wanted: bool | None = None, lines: bool = False) -> Iterator[None]:
         yield
         return
     silent, console = wanted is False or not current().first, Console(stderr=True)
-    fit = _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
+    fit = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     fit |= console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
     progress = Progress(console if fit and not silent else None, not fit and not silent and bool(wanted or lines))
-    before, gone = _CURRENT.set(progress), contextlib.suppress(OSError)  # a run goes on without its terminal
+    before = _CURRENT.set(progress)
     try:
-        with gone:
-            if progress.bars:
-                progress.bars.start()
         yield
     finally:
-        with gone:
+        with contextlib.suppress(OSError):
             if progress.bars:
                 progress.bars.stop()
         _CURRENT.reset(before)
@@ -181,11 +159,8 @@ def plan(rows: Iterable[Row]) -> None:
     """Add phases that are to come, so that the time left is that of the whole job."""
     if progress := _CURRENT.get():
         for row in rows:
-            old = progress.rows.pop(row.name, row)
+            progress.rows.pop(row.name, None)  # a test of the given model, which came before
             progress.rows[row.name] = row
-            if old is not row:  # a test of the given model comes before all else
-                row.steps, row.done, row.seconds = row.steps + old.done, old.done, old.seconds
-                row.measured = row.work_until(row.done)
 
 
 @contextlib.contextmanager

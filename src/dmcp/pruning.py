@@ -19,8 +19,7 @@ from dmcp.compare.methods import Own, Start, check_installed, choose_all, find_m
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, verify, with_frozen
 from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
-from dmcp.latency.measure import Measure, attach_latency, choose_once, measure_latency
-from dmcp.latency.table import Latency, Outcome
+from dmcp.latency import Latency, Measure, Outcome, attach_latency, choose_once, measure_latency
 from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import group_sizes
 from dmcp.modules import unwrap
@@ -312,8 +311,7 @@ class _Work:
         config, how = self.config, self.how
         if self.method == DMCP:
             per_epoch, work = -(-length_of(self.loaders.search) // config.accumulate), 0.75 * (2 + config.subnets) + 0.5
-            warmup = per_epoch * config.warmup_epochs
-            yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work, warmup)
+            yield progress.Row(SEARCH, per_epoch * config.epochs, config.accumulate * work)
         shares = {UNPRUNED: 1.0} if UNPRUNED in self.baselines or how.teacher == UNPRUNED else {}
         for name, budget in self.budgets.items():
             share = next((it.target / self.graph.macs() for it in budget.limits if it.kind == "macs"), 0.5)

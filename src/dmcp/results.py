@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 
 from dmcp.batches import Loader, device_of, size_of
+from dmcp.exporting import turn_times
 from dmcp.losses import LowerIsBetter, Metric
 from dmcp.modules import call_model, kept_modes
 from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import Runtime, Task, evaluate_counted
+from dmcp.units import table
 from dmcp.widths import Widths
 
 DMCP, UNIFORM = "dmcp", "uniform"  # networks of the final table
@@ -25,10 +28,7 @@ ORIGINAL = "original"  # the model before anything was done to it
 CUT = "right after the cut"  # of a trained model, with the weights of the search
 TEACHER = "teacher"  # a given one, of the same architecture
 _BASELINES = (ORIGINAL, CUT, TEACHER, UNPRUNED, UNIFORM)
-ROUNDS = 10  # passes that are timed
-_MIN_STEPS = 10  # of a training of which a tenth says something
-_SLOW = 0.9  # of the unpruned network's time, from where on nothing was gained
-_WANTED = 8  # what runtimes compute channels in
+ROUNDS = 3  # of a few passes that are timed
 _RISE = 0.1  # what the loss of one batch may differ by without a meaning
 
 
@@ -40,7 +40,7 @@ class Row:
     macs: int  # of one sample
     params: int
     accuracy: float  # the metric of the test set, most often a mean over its samples
-    ms: float = 0.0  # fastest pass over one batch on this machine
+    ms: float = 0.0  # of a pass over one batch on this machine
     batch: int = 0  # samples in that batch
     samples: int = 0  # it was tested on; 0: not known
     own_metric: bool = False  # whether the metric is the user's: a plain number, not a share of right answers
@@ -76,26 +76,13 @@ def compare(
 
 @torch.no_grad()
 def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
-    """Time of one batch: the fastest of some passes, taken in turn so that other load hits all networks alike."""
-    times: list[list[float]] = [[] for _ in nets]
-    devices = [device_of(net) for net in nets]  # found now: looking for it takes as long as a small network
-    for number in range(rounds + 1):
-        for net, device, own in zip(nets, devices, times, strict=True):
-            with kept_modes(net):
-                net.eval()
-                _wait(device)
-                start = time.perf_counter()
-                call_model(net, example)
-                _wait(device)
-                took = time.perf_counter() - start
-            if number:  # the first pass also loads kernels
-                own.append(1000 * took)
-    return [min(own) for own in times]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(device)
+    """Time of one batch in each network, in eval mode."""
+    with contextlib.ExitStack() as undo:
+        for net in nets:
+            undo.enter_context(kept_modes(net))
+            net.eval()
+        calls = [functools.partial(call_model, net, example) for net in nets]
+        return turn_times(calls, device_of(nets[0]), torch.get_num_threads(), rounds)
 
 
 # text
@@ -107,15 +94,20 @@ def score(row: Row, unit: str = "%") -> str:
 
 
 def against(row: Row, other: Row) -> str:
-    """How much better or worse a network is than another one: in points, or in the metric's own unit."""
+    """How much better or worse a network is than another one: in points, with the standard error as if they had been
+    tested independently, or in the metric's own unit.
+    """
     if math.isnan(row.accuracy) or math.isnan(other.accuracy):
         return f"not comparable with {other.name}"
     difference = 0.0 if row.accuracy == other.accuracy else row.accuracy - other.accuracy  # also of two infinite ones
     if row.lower_is_better:  # with a sign an error that grew would look like a gain
         word = "better" if difference < 0 else "worse"
         return f"{abs(difference):.4g} {word} than {other.name}" if difference else f"as good as {other.name}"
-    gap = f"{difference:+.4g}" if row.own_metric else f"{100 * difference:+.2f} points"
-    return f"{gap} against {other.name}"
+    if row.own_metric:
+        return f"{difference:+.4g} against {other.name}"
+    errors = [error for it in (row, other) if (error := error_of(it)) is not None]
+    sure = f" \N{PLUS-MINUS SIGN} {100 * math.hypot(*errors):.2f}" if len(errors) == 2 else ""
+    return f"{100 * difference:+.2f}{sure} points against {other.name}"
 
 
 def score_name(rows: Sequence[Row]) -> str:
@@ -126,29 +118,13 @@ def score_name(rows: Sequence[Row]) -> str:
 
 
 def results_table(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> str:
-    """Rows as aligned text, and notes below; `origin` says where the weights of the pruned network come from."""
-    lines = _cells(rows, graph, "%")
-    widths = [max(map(len, column)) + 3 for column in zip(*lines, strict=True)]
-    text = [line[0].ljust(widths[0]) + "".join(map(str.rjust, line[1:], widths[1:])) for line in lines]
-    return "\n".join([*text, "", *notes(rows, graph, origin)])
-
-
-def markdown(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[str]:
-    """The same as the lines of a Markdown file."""
-    head, *rest = _cells(rows, graph, " %")
-    lines = [["network", *head[1:]], ["---", *["---:"] * (len(head) - 1)], *rest]
-    return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {note}" for note in notes(rows, graph, origin))]
-
-
-def _cells(rows: Sequence[Row], graph: ChannelGraph, unit: str) -> list[list[str]]:
-    """The table as texts, its first line the names of the columns."""
+    """Rows as Markdown, and notes below; `origin` says where the weights of the pruned network come from."""
     macs, params = graph.macs() or 1, graph.params() or 1
-    lines = [["", "MACs", "share", "params", "share", score_name(rows), f"ms per {rows[0].batch}"]]
+    lines = [["network", "MACs", "share", "params", "share", score_name(rows), f"ms per {rows[0].batch}"]]
     for row in rows:
-        shares = [f"{100 * share:.1f}{unit}" for share in (row.macs / macs, row.params / params)]
-        costs = [f"{row.macs:,}", shares[0], f"{row.params:,}", shares[1]]
-        lines.append([row.name, *costs, score(row, unit), f"{row.ms:.2f}"])
-    return lines
+        costs = [f"{row.macs:,}", f"{row.macs / macs:.1%}", f"{row.params:,}", f"{row.params / params:.1%}"]
+        lines.append([row.name, *costs, score(row), f"{row.ms:.2f}"])
+    return "\n".join([table(lines), *(f"- {note}" for note in notes(rows, graph, origin))])
 
 
 def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[str]:
@@ -160,12 +136,9 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     found += [f"{row.name}: {', '.join(against(row, other) for other in others)}" for row in results if others]
     found += unknown(rows)
     if rows[0].samples:
-        found.append(f"{rows[0].samples:,} test samples")
-        if not rows[0].own_metric:
-            points = 100 * max(standard_error(row.accuracy, row.samples) for row in results)
-            found[-1] += f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
-    if rows[0].batch:
-        found.append(f"ms: the fastest of {ROUNDS} passes over a batch of {rows[0].batch} on this machine")
+        points = 100 * max(error_of(row) or 0.0 for row in results)
+        sure = f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
+        found.append(f"{rows[0].samples:,} test samples{'' if rows[0].own_metric else sure}")
     return found
 
 
@@ -189,29 +162,16 @@ def standard_error(share: float, count: int) -> float:
     return math.sqrt(share * (1 - share) / count)
 
 
-def not_faster(ms: float, unpruned_ms: float, graph: ChannelGraph, widths: Mapping[str, int]) -> str:
-    """A sentence about a pruned network that gains no time and has widths that may be why; empty otherwise."""
-    if ms < _SLOW * unpruned_ms or not mostly_odd(graph, widths):
-        return ""
-    wanted = f"most widths are no multiples of {_WANTED}, which many runtimes need"
-    return f"Not faster here: {wanted}; dmcp prune --align {_WANTED} gives such."
-
-
-def mostly_odd(graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
-    """Whether more than half of the spaces that were narrowed have a width that runtimes do not like."""
-    narrowed = [widths[it.name] * it.unit for it in graph.spaces if widths[it.name] < it.size]
-    return sum(width % _WANTED > 0 for width in narrowed) > len(narrowed) / 2
+def error_of(row: Row) -> float | None:
+    """Standard error of an accuracy; None if the samples were not counted, or the metric is the user's own."""
+    return None if row.own_metric or not row.samples else standard_error(row.accuracy, row.samples)
 
 
 def divergence(name: str, losses: Sequence[float]) -> str:
     """A sentence about a training whose loss, the mean of its last tenth, ended higher than it began; else empty."""
-    if len(losses) < _MIN_STEPS:
+    if not (tenth := len(losses) // 10):  # too few steps to say
         return ""
-    tenth = len(losses) // 10
     first, last = min(losses[0], fmean(losses[:tenth])), fmean(losses[-tenth:])
-    if not last > first + _RISE * abs(first):  # weights that were good at the beginning are no better at the end
-        return ""
-    return (
-        f"The training of {name!r} went wrong: its loss was {first:.4g} at the first step and {last:.4g} at the end; a "
-        "smaller learning rate (--lr, in Python lr of the TrainConfig) often helps."
-    )
+    was = f"its loss was {first:.4g} at the first step and {last:.4g} at the end"
+    text = f"The training of {name!r} went wrong: {was}; a smaller learning rate (--lr) often helps."
+    return text if last > first + _RISE * abs(first) else ""  # weights that were good at first are no better at the end

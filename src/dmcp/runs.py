@@ -23,12 +23,12 @@ from torch import Tensor
 from dmcp.budget import LATENCY, Budget, costs, show_cost
 from dmcp.checkpoint import Checkpointer, load_checkpoint
 from dmcp.errors import FileError, WidthsError
-from dmcp.latency.table import LATENCY_FILE, Latency, Outcome
+from dmcp.latency import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
-from dmcp.results import Row, divergence, markdown, pruned, standard_error
+from dmcp.results import Row, divergence, error_of, pruned, results_table
 from dmcp.runtime import io
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
 from dmcp.searching.config import SearchRecord, SearchResult
@@ -148,20 +148,20 @@ class Run:
         saved = (self.folder / WIDTHS).exists() and not (self.folder / CHECKPOINTS).exists()
         return saved or (self.folder / REPORT).exists()
 
-    def finish(self, result: PruneResult, seed: int = 0, notes: Sequence[str] = ()) -> list[str]:
+    def finish(self, result: PruneResult, notes: Sequence[str] = ()) -> list[str]:
         """Write the network, the figures and the report with these notes; return warnings of diverged trainings."""
         if result.front:
-            return self._finish_front(result, seed, notes)
+            return self._finish_front(result, notes)
         save(result.model, result.widths, self.folder)
         if result.latency:
             self.write(OUTCOME, asdict(result.latency))
-        drawn = [] if result.search is None else draw_all(result.search, result.widths, self.folder, seed=seed)
+        drawn = [] if result.search is None else draw_all(result.search, result.widths, self.folder)
         warnings = self.divergences(row.name for row in result.rows)
         self.write(REPORT, report(result, [path.name for path in drawn], [*warnings, *notes]))
         self.close()
         return warnings
 
-    def _finish_front(self, result: PruneResult, seed: int, notes: Sequence[str]) -> list[str]:
+    def _finish_front(self, result: PruneResult, notes: Sequence[str]) -> list[str]:
         """The same for several budgets: a run folder for the network of each, one table and one chart."""
         stored, warnings = read_json(self.folder / SETTINGS), list[str]()
         for name, own in result.front.items():
@@ -181,18 +181,18 @@ class Run:
                 run.on_event(Event("test", 0, row))
             if own.search:
                 save_search(own.search, run.folder)
-            warnings += [f"{name}: {text}" for text in run.finish(own, seed, notes)]
-        errors = [standard_error(row.accuracy, row.samples) if row.samples else 0.0 for row in result.rows]
-        named = zip(result.rows, errors, strict=True)
-        points = [(*_split(row.name, result.front), row.macs, row.accuracy, error) for row, error in named]
+            warnings += [f"{name}: {text}" for text in run.finish(own, notes)]
+        points = [
+            (*_split(row.name, result.front), row.macs, row.accuracy, error_of(row) or 0.0) for row in result.rows
+        ]
         if not result.rows[0].own_metric:  # the axis has shares
             save_figure(accuracy_over_cost(points), self.folder / "front.svg")
         asked = ", ".join(own.budget.text for own in result.front.values())
         links = [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front]
         links += ["", *(f"![{path.stem}]({path.name})" for path in self.folder.glob("front.svg")), ""]
         head = [f"# {type(result.model).__name__}, budgets {asked}", "", *(f"- **{it}**" for it in (*warnings, *notes))]
-        table = markdown(result.rows, result.graph, result.origin)
-        self.write(REPORT, "\n".join([*head, "", *table, "", *links]))
+        table = results_table(result.rows, result.graph, result.origin)
+        self.write(REPORT, "\n".join([*head, "", table, "", *links]))
         self.close()
         return warnings
 
@@ -248,7 +248,7 @@ def report(result: PruneResult, figures: Iterable[str], warnings: Iterable[str] 
         listed = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
         lines.append(f"- expected cost at the end of the search, before sampling: {listed} of the budget")
     lines += [f"- **{warning}**" for warning in warnings]
-    lines += ["", *markdown(result.rows, result.graph, result.origin), ""]
+    lines += ["", results_table(result.rows, result.graph, result.origin), ""]
     lines += ["| space | channels | kept |", "|---|---:|---:|"]
     lines += [f"| {space.name} | {space.size} | {result.widths[space.name]} |" for space in result.graph.spaces]
     lines += ["", *(f"![{Path(name).stem}]({name})\n" for name in figures)]

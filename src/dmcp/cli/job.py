@@ -27,7 +27,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.losses import check_range
 from dmcp.modules import kept_modes
-from dmcp.preflight import check_dtype
+from dmcp.preflight import check_forward
 from dmcp.progress import phase
 from dmcp.pruning import Loaders
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
@@ -256,7 +256,7 @@ def check_fit(model: nn.Module, data: DataSets, more: str = "") -> int:
         with torch.no_grad(), kept_modes(model):
             output = model.eval()(example)
     except Exception as error:
-        check_dtype(model, example)
+        check_forward(model, example)
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"The network cannot take images of {by(data.shape)}{more}: {reason}") from error
     outputs = output.shape[1] if isinstance(output, Tensor) and output.ndim >= 2 else 0

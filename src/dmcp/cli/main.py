@@ -366,7 +366,7 @@ def export(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file; default: model.onnx in the run.")] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference of an output, as a share of the largest.")
+        float, typer.Option(min=0.0, max=1.0, help="Largest difference of an output, as a share of the largest.")
     ] = 1e-4,
     int8: Annotated[bool, typer.Option("--int8", help="8 bits; default: model.int8.onnx in the run.")] = False,
     quiet: Quiet = False,
@@ -406,7 +406,6 @@ def runs(
 def report(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
-    svg: Annotated[Path | None, typer.Option(help="Folder for the charts, each as a file of its own.")] = None,
     debug: Debug = False,
 ) -> None:
     """Make one HTML page about some runs, which needs no network and no other file; the files' names are printed.
@@ -414,9 +413,9 @@ def report(
     \b
     Examples:
       dmcp report runs/resnet18-photos-prune
-      dmcp report runs --out all.html --svg charts
+      dmcp report runs --out all.html
     """
-    _late("show").report(run, out, svg)
+    _late("show").report(run, out)
 
 
 @app.command(cls=_Grouped)

@@ -27,10 +27,9 @@ from dmcp.cli.session import describe_cost, describe_costs, log, log_replaced, p
 from dmcp.cutting import cut
 from dmcp.data.datasets import FolderSet
 from dmcp.errors import BudgetError, DmcpError, StoppedError, WidthsError
-from dmcp.latency.measure import attach_latency, choose_once
-from dmcp.latency.table import LATENCY_FILE, Latency
+from dmcp.latency import LATENCY_FILE, Latency, attach_latency, choose_once
 from dmcp.report.figures import draw_all
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, markdown, milliseconds, mostly_odd, not_faster, results_table
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
 from dmcp.runs import OUTCOME, REPORT, Run, read_json
 from dmcp.sampling import expected, filled, uniform
@@ -77,14 +76,12 @@ def prune(config: RunConfig, request: Request) -> None:
         replaced = here.replaced()
         if not here.world.first:
             return
-        warnings = here.run.finish(result, config.search.seed, here.describe_replaced(replaced))
+        warnings = here.run.finish(result, here.describe_replaced(replaced))
     if session.PARENT not in os.environ:  # which names those of all seeds
         log_replaced(replaced)
     for text in warnings:
         log(text)
     results = result.front or {"": result}
-    for own in results.values():
-        _log_slow(job, own)
     if request.as_json:
         plain = {name: _facts(here.run.folder / name, own, replaced) for name, own in results.items()}
         networks = {"networks": [asdict(row) for row in result.rows]}
@@ -133,7 +130,7 @@ def search(config: RunConfig, request: Request) -> None:
         save(small, widths, here.run.folder)
         if outcome:
             here.run.write(OUTCOME, asdict(outcome))
-        draw_all(found, widths, here.run.folder, seed=config.search.seed)
+        draw_all(found, widths, here.run.folder)
         here.run.close()
     log_replaced(replaced)
     if request.as_json:
@@ -173,7 +170,7 @@ def train(config: RunConfig, request: Request) -> None:
         listed = (f"- **{text}**" for text in (*warnings, *here.describe_replaced(replaced)))
         who = who_teaches(how.teacher, job.model)
         text = origin(how, who, name, "the given weights") if who else ""
-        here.run.write(REPORT, "\n".join([f"# {config.model}", "", *markdown(rows, graph, text), *listed, ""]))
+        here.run.write(REPORT, "\n".join([f"# {config.model}", "", results_table(rows, graph, text), *listed, ""]))
         here.run.close()
     log_replaced(replaced)
     for warning in warnings:
@@ -229,19 +226,6 @@ def _check_widths(config: RunConfig, job: Job) -> Job:
     """Refuse widths of another network before anything is written."""
     _read_widths(config, job)
     return job
-
-
-def _log_slow(job: Job, result: pruning.PruneResult) -> None:
-    """Say that nothing was gained in time, where odd widths may be the reason."""
-    if not mostly_odd(result.graph, result.widths):
-        return
-    times = {row.name: row.ms for row in result.rows}
-    now, before = result.rows[-1].ms, times.get(UNPRUNED, times.get(ORIGINAL))
-    if before is None:  # it is not in the table
-        example = torch.zeros(result.rows[0].batch, *job.data.shape, device=device_of(job.model))
-        now, before = milliseconds([result.model, job.model], example)
-    if text := not_faster(now, before, result.graph, result.widths):
-        log(text)
 
 
 # the budget

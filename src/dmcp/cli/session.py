@@ -26,9 +26,9 @@ from dmcp.cli.config import Request, RunConfig
 from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
 from dmcp.data.datasets import FolderSet, no_images, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.latency.table import LATENCY_FILE, Latency
-from dmcp.preflight import check_classifier, check_finite, check_input
-from dmcp.report.trackers import Tracker, open_tracker, read_kinds
+from dmcp.latency import LATENCY_FILE, Latency
+from dmcp.preflight import check_classifier, check_forward
+from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import World, gather, join, leave
@@ -142,7 +142,7 @@ def session(
                 if config.track:
                     limits = parse(config.search.budget, job.graph).limits if config.search else ()
                     kinds = [limit.kind for limit in limits]
-                    tracker = undo.enter_context(open_tracker(config.track, folder, config.to_json(), kinds))
+                    tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
                 if whole and PARENT not in os.environ:
                     log_notes(job, config)
                 if not request.quiet:
@@ -196,10 +196,9 @@ def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
     """Refuse a network that is no classifier of these images or not finite, and, by `files`, broken test images."""
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
     check_classifier(job.model, noise, job.data.classes)
-    check_finite(job.model, noise)
-    check_input(job.model, noise)
+    check_forward(job.model, noise)
     if job.teacher is not None:
-        check_finite(job.teacher, noise, "teacher")
+        check_forward(job.teacher, noise, "teacher")
     test = job.data.test
     if not files or not isinstance(test, FolderSet) or config.corrupt is Corrupt.SKIP:
         return

@@ -29,10 +29,10 @@ from dmcp.data.datasets import check_data, split
 from dmcp.data.datasets import load as load_data
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
-from dmcp.latency.measure import measure_latency
-from dmcp.report import figures
-from dmcp.report.html import draw_runs, make_page, percent
-from dmcp.results import compare, not_faster, results_table, score
+from dmcp.latency import measure_latency
+from dmcp.report.figures import amount
+from dmcp.report.html import make_page, percent
+from dmcp.results import compare, results_table, score
 from dmcp.runs import INPUT, REPORT, SEARCH, Run, list_runs, load_search, read_json, read_runs
 from dmcp.runtime.io import plain
 from dmcp.searching.config import SearchResult, extremes
@@ -77,7 +77,7 @@ def inspect(config: RunConfig, as_json: bool) -> None:
         alike.setdefault((kept.size, kept.reason), []).append(kept.name)
     macs, params = graph.macs(), graph.params()
     print(f"{config.model}, one sample of {by(sample)}")
-    print(f"{figures.amount('macs', macs)} MACs ({macs:,}), {figures.amount('params', params)} params ({params:,})")
+    print(f"{amount('macs', macs)} MACs ({macs:,}), {amount('params', params)} params ({params:,})")
     print(f"{show_bytes(graph.memory())} of activations at once, when {graph.memory_at() or 'the model'} runs")
     print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
     print("\nSpaces: channels that are kept or dropped together, and the MACs in layers on them")
@@ -115,7 +115,7 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
     if as_json:
         print_json(found.to_json() | ({"file": out} if out else {}))
     else:
-        print(found.table + (f"\n\n{out}" if out else ""))
+        print(*filter(None, [found.summary, found.warning, out]), sep="\n")
 
 
 # data
@@ -183,14 +183,10 @@ def runs(folder: Path, as_json: bool) -> None:
         print(f"{folder}: no runs.")
 
 
-def report(runs: Sequence[Path], out: Path, svg: Path | None) -> None:
+def report(runs: Sequence[Path], out: Path) -> None:
     """dmcp report."""
-    found = read_runs(runs)
-    Run(out.parent).write(out.name, make_page(found))
+    Run(out.parent).write(out.name, make_page(read_runs(runs)))
     print(out)
-    if svg:
-        for name, figure in draw_runs(found).items():
-            print(figures.save(figure, svg / f"{name}.svg"))
 
 
 def _check_done(run: Path, name: str, config: RunConfig) -> None:
@@ -267,9 +263,9 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
 def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_json: bool) -> None:
     """dmcp export; 8 bits by way of a file with 32, which is tested and timed beside it."""
     config, fresh, graph, shape = _open_run(run, WIDTHS)
-    exporting.check_target(out, tolerance)
-    if int8 and out.suffix != exporting.Format.ONNX:
-        raise FileError(f"{out}: only {exporting.Format.ONNX} files can have 8 bits.")
+    exporting.check_target(out)
+    if int8 and out.suffix != exporting.ONNX:
+        raise FileError(f"{out}: only {exporting.ONNX} files can have 8 bits.")
     if int8:
         check_names(run, config, "data")
         ranges, test = _images(config)
@@ -280,7 +276,7 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
     shown = progress.showing(False if quiet or as_json else None, lines=True)
     with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", 2 + int8) as done:
         exact, full = Path(folder) / "float32.onnx" if int8 else out, Path(folder) / f"unpruned{out.suffix}"
-        made: Any = exporting.export(small, example, exact, preprocessing=how, tolerance=tolerance)
+        made = exporting.export(small, example, exact, preprocessing=how, tolerance=tolerance)
         done(1)
         with contextlib.suppress(DmcpError):
             exporting.export(fresh, example, full, preprocessing=how)
@@ -295,23 +291,20 @@ def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_j
         ms = dict(zip(files, exporting.milliseconds([*files.values()], example), strict=True))
         sizes = {name: path.stat().st_size for name, path in files.items()}
         accuracy = {name: _accuracy(small, files[name], test) for name in ("", "float32_")} if int8 else {}
-    if "unpruned_" in ms and not int8 and (text := not_faster(ms[""], ms["unpruned_"], graph, widths)):
-        log(text)
     if as_json:
-        facts = {"file": str(out)} | {name: fact for name, fact in asdict(made).items() if name != "path"}
+        facts = {"file": str(out), "runtime": made.runtime, "difference": made.difference}
         facts |= {"unpruned_size_bytes": None, "unpruned_ms": None, "preprocessing": how}
         for what, values in (("size_bytes", sizes), ("ms", ms), ("accuracy", accuracy)):
             facts |= {f"{name}{what}": value for name, value in values.items()}
         print_json(result_facts(run, graph, widths) | facts)
         return
-    where = f"for random batches of {' and '.join(map(str, made.batches))}" if not int8 else "(root mean square)"
-    by_rule = f"8 bits, ranges of {made.samples} training images" if int8 else f"at most {tolerance:.0e} allowed"
-    print(f"{out}\nin {made.runtime}: outputs differ by {made.difference:.1e} of the largest one {where}, {by_rule}")
+    by_rule = "of the outputs (root mean square)" if int8 else f"of the largest one, at most {tolerance:.0e} allowed"
+    print(f"{out}\nin {made.runtime}: outputs differ by {made.difference:.1e} {by_rule}")
     print(f"in it, as {exporting.NOTE}: {', '.join(how)}\n" if how else "no preprocessing is in the file\n")
     heads = {"": "int8" if int8 else "exported", "float32_": "float32", "unpruned_": "unpruned"}
     rows = [["", *(heads[name] for name in files)], ["bytes", *(f"{size:,}" for size in sizes.values())]]
     if not int8:
-        counts = {"params": (made.params, graph.params()), "MACs": (graph.macs(widths), graph.macs())}
+        counts = {"params": (graph.params(widths), graph.params()), "MACs": (graph.macs(widths), graph.macs())}
         rows += [[name, *(f"{count:,}" for count in pair[: len(files)])] for name, pair in counts.items()]
     rows.append(["ms", *(f"{it:.3f}" for it in ms.values())])
     if int8:

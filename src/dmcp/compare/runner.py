@@ -538,7 +538,6 @@ class OneRun:
 # the table
 
 TABLE, PAGE, FIGURE, NETWORKS, LATEX = "compare.json", "compare.md", "compare.svg", "compare.csv", "compare.tex"
-PASSES = 10  # through a network, the fastest of which is its time
 
 
 def write_table(
@@ -689,7 +688,7 @@ def _speeds(results: Mapping[str, Result], folder: Path, inputs: Inputs | None, 
             rows.setdefault(it.run.row, name)
     if left := [name for name in rows.values() if name not in ms]:
         nets = [load(folder / name, inputs.model).to(device) for name in left]
-        ms |= zip(left, milliseconds(nets, example.to(device), PASSES), strict=True)
+        ms |= zip(left, milliseconds(nets, example.to(device)), strict=True)
     return known | {"ms": ms}
 
 
@@ -722,7 +721,7 @@ def _cells(lines: Sequence[Mapping[str, Any]], batch: int) -> list[list[str]]:
     timed = any(line["ms"] is not None for line in lines)
     shown = {line["budget"] for line in lines if line["method"] == UNIFORM}
     rows = [["method", "budget", "accuracy in %, same recipe", "its own training", "MACs", "params"]]
-    rows[0] += ["search, s", "sample-passes, M", *([f"ms per {batch}, fastest of {PASSES}"] if timed else [])]
+    rows[0] += ["search, s", "sample-passes, M", *([f"ms per {batch}"] if timed else [])]
     for line, same, own in _pairs(lines):
         passes = (line["sample_passes"] or 0) / 1e6
         cells = [line["method"], line["budget"] or "100%", spread(same["accuracies"]) if same else ""]

@@ -1,24 +1,21 @@
-"""All charts, drawn with matplotlib: those of a search (the paper's figures 6 and 7), of the page, of a comparison."""
+"""All charts, drawn with matplotlib: those of a search, of the page, of a comparison."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import io
 import math
 import os
 import re
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from dmcp.batches import generator
-from dmcp.budget import LATENCY, MEMORY, ratios, show_cost, spent_shares
+from dmcp.budget import LATENCY, MEMORY, show_cost
 from dmcp.sampling import expected_widths
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.widths import Widths
@@ -27,15 +24,11 @@ if TYPE_CHECKING:  # functions import matplotlib: it takes half a second, and mo
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-P = ParamSpec("P")
-SAMPLES = 3000  # that the distributions show, as in the paper
 KINDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "time"}
 INK = "#24292f"  # of text and axes; a page has its own
 # differ for colour-blind readers (Okabe and Ito), and can be seen on white and on black
 COLORS = BLUE, RED, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#B86B98", "#808080"
-_ROUNDS = 100  # of so many samples, to find as many inside the budget
 _ROWS = 40  # spaces below each other before the next column starts
-_PANELS = 60  # spaces whose distribution is drawn
 _NAME = 34  # characters of a space's name; the end of a longer one says more than its start
 _POINTS = 200  # of a curve; more steps than that are averaged
 _STYLE: dict[Any, Any] = {
@@ -50,109 +43,94 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Draw in our style, and leave matplotlib's settings as they were."""
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    """Our style, for a function that draws; matplotlib's settings stay as they were."""
+    import matplotlib
 
-    @functools.wraps(draw)
-    def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        import matplotlib
-
-        with matplotlib.rc_context(_STYLE):
-            return draw(*args, **kwargs)
-
-    return styled
+    with matplotlib.rc_context(_STYLE):
+        yield
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write the figure, black on white; the same figure gives the same bytes, and the format is the suffix."""
+    """Write the figure as SVG, black on white; the same figure gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _savefig(figure, path, "dmcp", metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    path.write_text(to_svg(figure, "dmcp", transparent=False), encoding="utf-8")
     return path
 
 
-def to_svg(figure: Figure, salt: str) -> str:
+def to_svg(figure: Figure, salt: str, transparent: bool = True) -> str:
     """The figure as an SVG element in the color of a page's text; by `salt` its ids differ from those of others."""
+    import matplotlib
+
     file = io.StringIO()
-    _savefig(figure, file, salt, format="svg", transparent=True)
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script
+        figure.savefig(file, format="svg", transparent=transparent)
     text = file.getvalue().replace(INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)  # nothing refers to these
 
 
-def _savefig(figure: Figure, file: Any, salt: str, **how: Any) -> None:
-    import matplotlib
-
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script
-        figure.savefig(file, **how)
-
-
 # a search
 
 
-def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str], seed: int = 0) -> list[Path]:
+def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str]) -> list[Path]:
     """Write every figure of a search and its chosen widths as SVG; the files, in order."""
-    marginals = result.process.marginals(result.alphas.detach())
-    last = ratios(result.budget, result.graph, marginals, result.sizes, result.process).tolist()
     names = [f"{KINDS[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in result.budget.limits]
     spaces = zip(result.graph.spaces, expected_widths(result).tolist(), strict=True)
     rows = [(space.name, space.size, widths[space.name], wished) for space, wished in spaces]
     before, after = (amount("macs", result.graph.macs(it)) for it in (result.graph.full, widths))
     figures = {
-        "cost": cost_over_time(result.log, names, result.tolerance, last),
+        "cost": cost_over_time(result.log, names, result.tolerance),
         "widths": widths_per_space(rows, f"Width of each space: {before} MACs before, {after} after"),
-        "macs": cost_distribution(result, seed),
-        "distribution": width_distribution(result, seed),
     }
     return [save(figure, Path(folder) / f"{name}.svg") for name, figure in figures.items()]
 
 
-@_styled
-def cost_over_time(
-    log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None, last: Sequence[float] = ()
-) -> Figure:
-    """Expected cost over target of each limit, `last` after the last step, and the band that the loss wants."""
+@_style()
+def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None) -> Figure:
+    """Expected cost over target of each limit, and the band that the loss wants."""
     moved = [(record.step, record.ratios) for record in log if record.ratios is not None]
-    end = log[-1].step + 1 if log else 0
-    points = [*moved, *([(end, last)] if last else [])]
-    axes = _panel(7.0, 3.6)
+    figure, (axes,) = _panels(7.0, 3.6)
     if tolerance:
         axes.axhspan(tolerance, 1, color=GREEN, alpha=0.25, lw=0, label=f"allowed, {tolerance:.0%} to 100%")
     if moved and moved[0][0]:
         axes.axvspan(0, moved[0][0], color=GREY, alpha=0.2, lw=0, label="warm-up: weights only")
     for number, name in enumerate(names):
-        _curve(axes, [step for step, _ in points], [seen[number] for _, seen in points], name, number)
+        _curve(axes, [step for step, _ in moved], [seen[number] for _, seen in moved], name, number)
     axes.set(title="Expected cost over the search", xlabel="search step", ylabel="expected cost over the budget")
     low, high = axes.get_ylim()
-    axes.set(xlim=(0, max(end, 1)), ylim=(min(low, 0.9), max(high, 1.05)))
+    axes.set(xlim=(0, max(log[-1].step, 1) if log else 1), ylim=(min(low, 0.9), max(high, 1.05)))
     _in_percent(axes.yaxis)
-    return _with_legend(axes)
+    return _with_legend(figure)
 
 
-@_styled
+@_style()
 def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
     """The loss of each network over the steps."""
-    axes = _panel(7.0, 3.6)
+    figure, (axes,) = _panels(7.0, 3.6)
     for number, (name, values) in enumerate(curves.items()):
         _curve(axes, list(values), list(values.values()), name, number)
     axes.set(title=title, xlabel="step", ylabel="loss")
     axes.locator_params(axis="x", integer=True)
-    return _with_legend(axes)
+    return _with_legend(figure)
 
 
 def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], name: str, number: int) -> None:
-    parts = min(len(steps), _POINTS)
+    parts = max(min(len(steps), _POINTS), 1)
     means = [[part.mean() for part in np.array_split(np.array(it, float), parts)] for it in (steps, values)]
     axes.plot(*means, color=COLORS[number % len(COLORS)], lw=1.5, marker="o" if parts == 1 else None, label=name)
 
 
-@_styled
+@_style()
 def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: str) -> Figure:
     """Channels of each space: (name, before, kept, expected by the chain)."""
     columns = -(-len(rows) // _ROWS)
     count = -(-len(rows) // columns)
-    figure = _blank(max(5.5 * columns, 6.5), 1.5 + 0.24 * count)
-    for column, axes in enumerate(figure.subplots(1, columns, squeeze=False)[0]):
+    figure, panels = _panels(max(5.5 * columns, 6.5), 1.5 + 0.24 * count, columns=columns, count=columns)
+    for column, axes in enumerate(panels):
+        axes.grid(visible=False)
         part = rows[column * count : (column + 1) * count]
         places = range(len(part))
         axes.barh(places, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
@@ -165,82 +143,16 @@ def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: 
         axes.set(xlim=(0, 1), ylim=(count - 0.5, -0.5), xlabel="share of the channels that is kept")
         _in_percent(axes.xaxis)
     figure.suptitle(title)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-@_styled
-def cost_distribution(result: SearchResult, seed: int = 0) -> Figure:
-    """Costs of 3,000 samples of the chains, with their mean and the target (the paper's figure 6)."""
-    targets = {limit.kind: limit.target for limit in result.budget.limits}
-    kinds = ["macs", *(kind for kind in targets if kind != "macs")]
-    widths = result.process.sample(result.alphas, result.sizes, SAMPLES, generator(seed)).cpu()
-    figure = _blank(7.0, 3.6 * len(kinds))
-    for kind, axes in zip(kinds, figure.subplots(len(kinds), 1, squeeze=False)[:, 0], strict=True):
-        counted, full = result.graph.cost(kind, widths), result.graph.cost(kind)
-        mean = counted.double().mean().item()
-        axes.hist(counted.tolist(), bins=50, color=BLUE, alpha=0.8)
-        if kind in targets:
-            axes.axvline(targets[kind], color=INK, lw=1.5, label=f"budget {amount(kind, targets[kind])}")
-        axes.axvline(mean, color=RED, ls="--", lw=1.5, label=f"mean {amount(kind, mean)}")
-        which = f"all of {SAMPLES:,} samples (seed {seed}), inside the budget or not"
-        axes.set_title(f"{which}\nthe unpruned network has {amount(kind, full)} {KINDS[kind]}", fontsize=10)
-        axes.set(xlabel=f"{KINDS[kind]} of a sampled network", ylabel="sampled networks")
-        axes.xaxis.set_major_formatter(lambda value, _, kind=kind: amount(kind, value))
-        axes.locator_params(axis="x", nbins=7)
-        axes.grid(axis="y")
-        _with_legend(axes)
-    return figure
-
-
-@_styled
-def width_distribution(result: SearchResult, seed: int = 0) -> Figure:
-    """How often each width of each space is sampled, inside the budget (the paper's figure 7)."""
-    spaces = result.graph.spaces
-    samples, inside = _sample_inside(result, seed)
-    shown = sorted({round(place) for place in torch.linspace(0, len(spaces) - 1, min(len(spaces), _PANELS)).tolist()})
-    columns = min(4, len(shown))
-    rows = -(-len(shown) // columns)
-    figure = _blank(max(2.6 * columns, 6.5), 0.9 + 1.5 * rows)
-    for axes, number in zip(_panels(figure, rows, columns, len(shown)), shown, strict=True):
-        found, counts = np.unique(samples[:, number].numpy(), return_counts=True)
-        gap = int(np.diff(found).min(initial=spaces[number].size))
-        axes.bar(found, counts / len(samples), width=0.8 * gap, color=BLUE)
-        axes.axvline(samples[:, number].double().mean().item(), color=RED, ls="--", lw=1.2)
-        axes.set_title(_short(spaces[number].name), fontsize=8)
-        axes.set_xlim(0, spaces[number].size + gap)
-        axes.locator_params(axis="x", nbins=5, integer=True)
-        axes.locator_params(axis="y", nbins=3)
-        _in_percent(axes.yaxis, decimals=0)
-        axes.tick_params(labelsize=7)
-        axes.grid(axis="y")
-    which = "inside the budget" if inside else "of which none is inside the budget"
-    some = "" if len(shown) == len(spaces) else f", {len(shown)} of {len(spaces)} spaces"
-    words = f"Width of each space in {len(samples):,} samples {which} (seed {seed}; dashed: mean){some}"
-    figure.suptitle(words, fontsize=10)
-    figure.supxlabel("channels kept", fontsize=9)
-    figure.supylabel("share of the samples", fontsize=9)
-    return figure
-
-
-def _sample_inside(result: SearchResult, seed: int) -> tuple[Tensor, bool]:
-    """Samples inside the budget, or, if none of many is, any. -> (n, S), whether they are inside"""
-    draw, found = generator(seed), result.sizes.new_zeros(0, len(result.sizes))
-    for _ in range(_ROUNDS):
-        widths = result.process.sample(result.alphas, result.sizes, SAMPLES, draw).cpu()
-        found = torch.cat([found, widths[spent_shares(result.budget, result.graph, widths).amax(dim=1) <= 1]])
-        if len(found) >= SAMPLES:
-            break
-    return (found[:SAMPLES], True) if len(found) else (widths, False)
+    return _with_legend(figure)
 
 
 # accuracies
 
 
-@_styled
+@_style()
 def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> Figure:
     """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy, standard error)."""
-    axes = _panel(7.0, 4.0)
+    figure, (axes,) = _panels(7.0, 4.0)
     for number, kind in enumerate(dict.fromkeys(point[0] for point in points)):
         color, shape = COLORS[number % len(COLORS)], "osD^v"[number % 5]
         _, texts, macs, accuracies, errors = zip(*(point for point in points if point[0] == kind), strict=True)
@@ -255,21 +167,20 @@ def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> 
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: amount("macs", value))
     _in_percent(axes.yaxis)
-    return _with_legend(axes)
+    return _with_legend(figure)
 
 
 Spread = Sequence[float] | None  # accuracies of several seeds
 
 
-@_styled
+@_style()
 def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]], title: str) -> Figure:
     """A panel for each budget: means and deviations of methods, trained by one recipe and in their own way."""
     sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
     tall = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
-    figure = _blank(3.8 * columns + 1.2, 0.8 + sum(tall))
+    size = (3.8 * columns + 1.2, 0.8 + sum(tall))
+    figure, places = _panels(*size, len(tall), columns, len(panels), height_ratios=tall)
     figure.suptitle(title, fontsize=11)
-    known: dict[str, Any] = {}  # marks by their words
-    places = _panels(figure, len(tall), columns, len(panels), height_ratios=tall)
     for axes, (budget, rows) in zip(places, panels.items(), strict=True):
         best = {name: max(statistics.fmean(it) for it in pair if it) for name, pair in rows.items()}
         order = sorted(best, key=best.__getitem__)
@@ -280,45 +191,38 @@ def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]]
                 spread = [statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found]
                 heights = [place + 0.12 - 0.24 * number for place, _ in found]
                 axes.errorbar(means, heights, xerr=spread, fmt=shape, color=color, ms=5, capsize=2, lw=1, label=label)
-        axes.grid()
+        axes.grid(axis="x")
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
         axes.locator_params(axis="x", nbins=5)
         _in_percent(axes.xaxis)
-        marks, words = axes.get_legend_handles_labels()
-        known |= dict(zip(words, marks, strict=True))
-    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=2)
-    return figure
+    return _with_legend(figure)
 
 
 # pieces
 
 
-def _blank(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+def _panels(
+    width: float, height: float, rows: int = 1, columns: int = 1, count: int = 1, **how: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure, in inches, and the first `count` panels of a grid; the others are removed."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _panel(width: float, height: float) -> Axes:
-    axes = _blank(width, height).subplots()
-    axes.grid(axis="y")
-    return axes
-
-
-def _panels(figure: Figure, rows: int, columns: int, count: int, **how: Any) -> list[Axes]:
-    """The first `count` panels of a grid; the others are removed."""
+    figure = Figure(figsize=(width, height), layout="constrained")
     places = [*figure.subplots(rows, columns, squeeze=False, **how).flat]
     for axes in places[count:]:
         axes.remove()
-    return places[:count]
+    for axes in places[:count]:
+        axes.grid(axis="y")
+    return figure, places[:count]
 
 
-def _with_legend(axes: Axes) -> Figure:
-    """The figure, with a legend where no line can be under it."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
-    return axes.get_figure(root=True)  # type: ignore[return-value]
+def _with_legend(figure: Figure) -> Figure:
+    """The figure with one legend for all panels, where no line can be under it."""
+    pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
+    known = {label: mark for pair in pairs for mark, label in pair}
+    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=3)
+    return figure
 
 
 def _in_percent(axis: Any, decimals: int | None = None) -> None:

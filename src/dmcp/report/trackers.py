@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -10,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dmcp.errors import DmcpError
 from dmcp.results import Row
@@ -18,23 +19,39 @@ from dmcp.runs import Run, read_json
 from dmcp.searching.config import SearchRecord
 from dmcp.training import Event, StepRecord
 
-KINDS = TENSORBOARD, WANDB, MLFLOW = "tensorboard", "wandb", "mlflow"  # also the names of their packages
 IDS = "trackers.json"  # the ids of the run in W&B and MLflow, with which it is resumed there
 _PROJECT = "dmcp"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says otherwise
 
 
-class Tracker:
-    """Sends events to services; one that fails is dropped with a warning, and the run goes on.
+class Service(NamedTuple):
+    """A service that was started."""
 
-    Steps that a resumed run does again are sent again: TensorBoard hides the earlier ones, W&B and MLflow show both.
+    log: Callable[[Mapping[str, float], int], None]  # numbers by name, and the step
+    close: Callable[[bool], None]  # sends what waits; whether the run failed
+    run_id: str = ""
+
+
+class Tracker(contextlib.AbstractContextManager["Tracker"]):
+    """Sends events of the run in a folder to services, which also keep the settings; made on rank 0.
+
+    A service that fails is dropped with a warning, and the run goes on. Every stage counts its steps from 0, and steps
+    that a resumed run does again are sent again.
     """
 
-    def __init__(self, limits: Sequence[str]) -> None:
+    def __init__(
+        self, kinds: Sequence[str], folder: Path, settings: Mapping[str, Any], limits: Sequence[str] = ()
+    ) -> None:
         self.limits = limits  # the kind of each limit of the budget
-        self.services: dict[str, TensorBoard | WandB | MLflow] = {}
-
-    def __enter__(self) -> Tracker:
-        return self
+        self.services: dict[str, Service] = {}
+        ids = read_json(folder / IDS) if (folder / IDS).exists() else {}
+        for name in read_kinds(kinds):
+            try:
+                self.services[name] = _OPENERS[name](folder, settings, ids.get(name, ""))
+            except Exception as error:
+                self.__exit__(type(error))
+                raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({error}).") from error
+        if new := {name: service.run_id for name, service in self.services.items() if service.run_id}:
+            Run(folder).write(IDS, ids | new)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, service in list(self.services.items()):
@@ -42,10 +59,10 @@ class Tracker:
 
     def on_event(self, event: Event) -> None:
         """Send the numbers of a step, or of a row of the final table."""
-        values = scalars(event, self.limits)
         step = event.record.step if isinstance(event.record, SearchRecord | StepRecord) else 0
-        for name, service in list(self.services.items()) if values else ():
-            self._try(name, service.log, clean(event.stage), step, values)
+        if values := scalars(event, self.limits):
+            for name, service in list(self.services.items()):
+                self._try(name, service.log, values, step)
 
     def _try(self, name: str, send: Callable[..., None], *values: Any) -> None:
         try:
@@ -55,32 +72,12 @@ class Tracker:
             print(f"{name} fails, the run goes on without it: {error}", file=sys.stderr, flush=True)
 
 
-def open_tracker(
-    kinds: Sequence[str], folder: Path, settings: Mapping[str, Any], limits: Sequence[str] = ()
-) -> Tracker:
-    """Start these services, which keep the settings, for the run in a folder; called on rank 0.
-
-    limits: the kind of each limit of the budget, for the names of the expected costs.
-    """
-    tracker, ids = Tracker(limits), read_json(folder / IDS) if (folder / IDS).exists() else {}
-    for name in read_kinds(kinds):
-        try:
-            service: Any = {TENSORBOARD: TensorBoard, WANDB: WandB, MLFLOW: MLflow}[name]
-            tracker.services[name] = service(folder, settings, ids.get(name, ""))
-        except Exception as error:
-            tracker.__exit__(type(error))
-            raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({error}).") from error
-    if new := {name: service.run_id for name, service in tracker.services.items() if service.run_id}:
-        Run(folder).write(IDS, ids | new)
-    return tracker
-
-
 def read_kinds(texts: Sequence[str]) -> list[str]:
     """Names of services, one by one or with commas; DmcpError for an unknown or missing one."""
     names = {name.strip().lower(): None for text in texts for name in text.split(",") if name.strip()}
     for name in names:
-        if name not in KINDS:
-            raise DmcpError(f"--track: {name!r} is none of {', '.join(KINDS)}.")
+        if name not in _OPENERS:
+            raise DmcpError(f"--track: {name!r} is none of {', '.join(_OPENERS)}.")
         if importlib.util.find_spec(name) is None:
             raise DmcpError(f"--track: {name} is not installed: pip install {name}")
     return list(names)
@@ -90,8 +87,7 @@ def scalars(event: Event, limits: Sequence[str] = ()) -> dict[str, float]:
     """The numbers of an event by their names in the charts."""
     record, stage, found = event.record, clean(event.stage), dict[str, float | None]()
     if isinstance(record, Row):
-        values = {"accuracy": record.accuracy, "macs": record.macs, "params": record.params}
-        found = {f"{clean(record.name)}/{name}": value for name, value in values.items()}
+        found = {f"{clean(record.name)}/{name}": getattr(record, name) for name in ("accuracy", "macs", "params")}
     elif isinstance(record, StepRecord):
         found = {"loss": record.loss, "lr": record.lr}
     elif isinstance(record, SearchRecord):
@@ -107,81 +103,53 @@ def clean(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
 
 
-# the services: every stage counts its steps from 0
+# the services
 
 
-class TensorBoard:
-    """Files in FOLDER/tensorboard, with a folder for each stage.
+def _tensorboard(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
+    """Files in FOLDER/tensorboard."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    A writer that begins at a step hides all later ones of its folder: in a common one, those of other stages too.
-    """
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+    text = json.dumps(settings, indent=1, default=str)
+    writer.add_text("settings", "    " + text.replace("\n", "\n    "), 0)  # a code block in Markdown
 
-    run_id = ""
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], earlier: str) -> None:
-        self.folder, self.writers = folder / TENSORBOARD, dict[str, Any]()
-        text = json.dumps(settings, indent=1, default=str)
-        self._writer("", 0).add_text("settings", "    " + text.replace("\n", "\n    "), 0)  # a code block in Markdown
-
-    def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Add the numbers to the file of the stage."""
+    def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer(stage, step).add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self, failed: bool) -> None:
-        """Write what waits."""
-        for writer in self.writers.values():
-            writer.close()
-
-    def _writer(self, stage: str, step: int) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        if stage not in self.writers:
-            self.writers[stage] = SummaryWriter(str(self.folder / stage), purge_step=step, flush_secs=10)
-        return self.writers[stage]
+    return Service(log, lambda failed: writer.close())
 
 
-class WandB:
+def _wandb(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
     """A run of Weights & Biases; its local files are in FOLDER/wandb."""
+    project = os.environ.get("WANDB_PROJECT") or _PROJECT
+    place = {"dir": str(folder), "name": folder.name, "id": earlier or None, "resume": "allow"}
+    run = importlib.import_module("wandb").init(project=project, config=dict(settings), **place)
+    run.define_metric("*", step_metric="step")  # W&B's own step must never fall
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], earlier: str) -> None:
-        project = os.environ.get("WANDB_PROJECT") or _PROJECT
-        place = {"dir": str(folder), "name": folder.name, "id": earlier or None, "resume": "allow"}
-        self.run = importlib.import_module(WANDB).init(project=project, config=dict(settings), **place)
-        self.run_id, self.stages = str(self.run.id), set[str]()
+    def log(values: Mapping[str, float], step: int) -> None:
+        run.log({**values, "step": step})
 
-    def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers and the step: W&B's own step must never fall, and every stage begins at 0."""
-        if stage not in self.stages:
-            self.stages.add(stage)
-            self.run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        self.run.log({**values, f"{stage}/step": step})
-
-    def close(self, failed: bool) -> None:
-        """Wait until all is sent."""
-        self.run.finish(exit_code=int(failed))
+    return Service(log, lambda failed: run.finish(exit_code=int(failed)), str(run.id))
 
 
-class MLflow:
+def _mlflow(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
     """A run of MLflow, where MLFLOW_TRACKING_URI says."""
+    package = importlib.import_module("mlflow")
+    package.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT)
+    run_id = str(package.start_run(run_id=earlier or None, run_name=folder.name).info.run_id)
+    if run_id != earlier:  # parameters can be written once
+        package.log_params(_flat(settings))
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], earlier: str) -> None:
-        self.package = importlib.import_module(MLFLOW)
-        self.package.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT)
-        self.run_id = str(self.package.start_run(run_id=earlier or None, run_name=folder.name).info.run_id)
-        if self.run_id != earlier:  # parameters can be written once
-            self.package.log_params(_flat(settings))
-        self.package.config.enable_async_logging(True)  # a step must not wait for a database
+    def log(values: Mapping[str, float], step: int) -> None:
+        package.log_metrics(values, step=step, synchronous=False)  # a step must not wait for a database
 
-    def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers."""
-        self.package.log_metrics(dict(values), step=step)
+    def close(failed: bool) -> None:
+        package.flush_async_logging()
+        package.end_run("FAILED" if failed else "FINISHED")
 
-    def close(self, failed: bool) -> None:
-        """Wait until all is sent, and end the run there."""
-        self.package.flush_async_logging()
-        self.package.config.enable_async_logging(False)
-        self.package.end_run("FAILED" if failed else "FINISHED")
+    return Service(log, close, run_id)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -191,3 +159,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         path = prefix + clean(name)
         found |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return found
+
+
+_OPENERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}  # by the names of their packages

@@ -1,1 +1,0 @@
-"""Latency tables: measured, fitted, used as a budget."""
