@@ -49,7 +49,7 @@ def figures() -> None:
 def _quick_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What commands do beside the matter is short, and what they print does not depend on how fast this machine is."""
     monkeypatch.setattr("dmcp.results._SLOW", math.inf)
-    for module in ("results", "cli.prune", "compare.runner"):  # not ten times; test_pruning calls what does that itself
+    for module in ("results", "cli.prune"):  # not ten times; test_pruning calls what does that itself
         monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
     if "figures" not in request.fixturenames:  # they take longer than the short runs of tests
         for module in ("runs", "cli.prune"):

@@ -74,14 +74,6 @@ def test_only_samples_inside_the_budget_are_shown(alpha: float, words: str) -> N
         assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(1.0)  # type: ignore[attr-defined]
 
 
-def test_methods_are_drawn_from_worst_to_best_with_their_spread() -> None:
-    panels = {"50%": {"dmcp": ([0.9, 0.8], [0.7]), "l1": ([0.6], None)}, "30%": {"l1": (None, [0.5])}}
-    first, second = figures.accuracy_by_method(panels, "methods").axes
-    assert [label.get_text() for label in first.get_yticklabels()] == ["l1", "dmcp"]
-    assert first.get_lines()[0].get_xdata().tolist() == pytest.approx([0.6, 0.85])  # type: ignore[union-attr]
-    assert [label.get_text() for label in second.get_yticklabels()] == ["l1"]
-
-
 def test_counts_are_written_as_people_read_them() -> None:
     for number, text in ((0, "0"), (7, "7"), (381_764, "381.8k"), (40_800_000, "40.8M"), (5e12, "5000G")):
         assert figures.amount("macs", number) == text

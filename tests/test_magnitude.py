@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,13 +12,25 @@ from typing import Any
 import pytest
 import torch
 from nets import Residual
-from planted import SIGNS, Batches, as_problem, planted_problem
-from torch import Tensor
+from planted import SIGNS, Batches, as_problem, heard, planted_problem, tiny_problem
+from torch import Tensor, nn
+from torchvision.models import mobilenet_v2, resnet18
 
 import dmcp
 from dmcp.compare import magnitude
-from dmcp.compare.magnitude import L1Config, SlimmingConfig, SoftConfig, find_fpgm, find_l1, find_sfp, find_slimming
+from dmcp.compare.magnitude import (
+    L1Config,
+    SlimmingConfig,
+    SoftConfig,
+    TorchPruningConfig,
+    find_fpgm,
+    find_l1,
+    find_sfp,
+    find_slimming,
+    find_torch_pruning,
+)
 from dmcp.compare.problem import Problem
+from dmcp.training import train
 
 WEAK = [1, 4, 6]  # channels that are planted to go
 
@@ -99,7 +113,7 @@ def test_slimming_pulls_the_scales_by_the_gradient_of_their_size() -> None:
     problem = planted_problem(epochs=1)
     sums = []
     for sparsity in (0.0, 0.01, 0.1):
-        state = magnitude.prepare(problem, SlimmingConfig(sparsity=sparsity)).state
+        state = magnitude.prepare_slimming(problem, SlimmingConfig(sparsity=sparsity)).state
         sums.append(sum(state[f"{name}_norm.weight"].abs().sum() for name in ("needed", "useless")).item())
     assert sums[0] > sums[1] > sums[2]
 
@@ -146,3 +160,72 @@ def test_zeroed_filters_are_trained_on_but_do_not_outgrow_the_others() -> None:
     seen.clear()
     magnitude.prune_softly(watched, problem, SoftConfig(every=2), None)
     assert len(seen) == 2 * 2  # after the second epoch and the last
+
+
+# the package torch-pruning: what it removes is what we cut out
+
+needs_it = pytest.mark.skipif(
+    importlib.util.find_spec("torch_pruning") is None,
+    reason="THE PEER torch-pruning IS NOT TESTED: pip install torch-pruning",
+)
+
+
+def varied(model: nn.Module) -> nn.Module:
+    """The network with channels of different strength, so that no two are the same to a ranking."""
+    draw = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.weight.data = 0.5 + torch.rand(module.num_features, generator=draw)
+    return model
+
+
+@needs_it
+@pytest.mark.parametrize("global_pruning", [True, False])
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
+def test_what_we_cut_out_is_what_the_package_leaves(build: Any, global_pruning: bool) -> None:
+    torch.manual_seed(0)
+    model = varied(build(num_classes=10)).eval()
+    graph, x = dmcp.trace(model, torch.zeros(2, 3, 32, 32)), torch.randn(3, 3, 32, 32)
+    config = TorchPruningConfig(steps=10, global_pruning=global_pruning)
+    pruned = copy.deepcopy(model)
+    ledger = magnitude._Ledger(model, graph, config.steps)
+    pruner = magnitude._pruner(importlib.import_module("torch_pruning"), config, pruned, graph, x)
+    for step in range(4):
+        ledger.follow(pruner, step)
+    widths = graph.widths(ledger.widths())
+    assert 0.1 < graph.macs(widths) / graph.macs() < 0.9
+    ours = dmcp.cut(model, graph, {name: ledger.strongest(name, width) for name, width in widths.items()})
+    assert {name: p.shape for name, p in ours.named_parameters()} == {
+        name: p.shape for name, p in pruned.named_parameters()
+    }
+    assert torch.allclose(ours(x), pruned(x), atol=1e-5)
+
+
+@needs_it
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_needed_channels_stay(seed: int) -> None:
+    problem = planted_problem(seed=seed)
+    model = copy.deepcopy(problem.model)
+    train(model, problem.loader, problem.recipe)
+    for normalize in (True, False):
+        choice = find_torch_pruning(problem, TorchPruningConfig(normalize=normalize), model.state_dict())
+        choice.check(problem)
+        assert choice.widths["needed"] > choice.widths["useless"]
+        assert torch.equal(choice.model.needed.weight, model.needed.weight)  # chosen in the trained network
+    assert choice.widths == {"needed": 8, "useless": 1}
+    again = find_torch_pruning(problem, TorchPruningConfig(normalize=False), model.state_dict())
+    assert again.kept == choice.kept
+    apart = find_torch_pruning(problem, TorchPruningConfig(global_pruning=False), model.state_dict())
+    assert abs(apart.widths["needed"] - apart.widths["useless"]) <= 1
+
+
+@needs_it
+def test_limits_bounds_and_multiples_are_kept() -> None:
+    torch.manual_seed(0)
+    problem, told = heard(tiny_problem(varied(resnet18(num_classes=10)), "50%,params:30%", align=8))
+    low = problem.graph.widths([space.size // 4 for space in problem.graph.spaces])
+    choice = find_torch_pruning(replace(problem, min_widths=low), TorchPruningConfig(steps=20))
+    choice.check(problem)
+    assert all(width % 8 == 0 and width >= low[name] for name, width in choice.widths.items())
+    assert [record["step"] for record in told] == list(range(len(told)))
+    assert told[-1]["share"] <= 1 < told[-2]["share"]  # it stops at the budget

@@ -15,7 +15,7 @@ from dmcp import progress
 from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, ratios, show_cost
 from dmcp.checkpoint import plain_settings
-from dmcp.compare.methods import Own, Start, check_installed, choose_all, find_method
+from dmcp.compare.methods import Own, choose_all, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, verify, with_frozen
 from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
@@ -204,7 +204,7 @@ def prune(
         found, chosen = work.search(model, sample, measure)
         source = chosen[next(iter(budgets))].choice.model or source
     else:
-        ranks = find_method(method).start in (Start.TRAINED, Start.HELD_OUT)
+        ranks = find_method(method).trained
         if ranks and not trained and kind is Retrain.NONE:
             warn(f"The network is not trained, so {method} ranks random weights.", UserWarning)
         elif ranks and not trained:
@@ -304,11 +304,8 @@ def check_method(name: str) -> bool:
     """True for our own search; DmcpError for a method that is not there, or not for one run."""
     if name == DMCP:
         return True
-    check_installed(name)
     if find_method(name).own is Own.SLIMMABLE:
         raise DmcpError(f'{name} is method="uniform" with retrain="slimmable": give these.')
-    if find_method(name).start is Start.SEARCHED:
-        raise DmcpError(f"{name} samples from a search that is done: dmcp search, then dmcp sample RUN --direct 5.")
     return False
 
 

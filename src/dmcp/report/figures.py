@@ -1,4 +1,4 @@
-"""All charts, drawn with matplotlib: those of a search (the paper's figures 6 and 7), of the page, of a comparison."""
+"""All charts, drawn with matplotlib: those of a search (the paper's figures 6 and 7) and of the page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import math
 import os
 import re
-import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -258,39 +257,6 @@ def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> 
     return _with_legend(axes)
 
 
-Spread = Sequence[float] | None  # accuracies of several seeds
-
-
-@_styled
-def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]], title: str) -> Figure:
-    """A panel for each budget: means and deviations of methods, trained by one recipe and in their own way."""
-    sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
-    tall = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
-    figure = _blank(3.8 * columns + 1.2, 0.8 + sum(tall))
-    figure.suptitle(title, fontsize=11)
-    known: dict[str, Any] = {}  # marks by their words
-    places = _panels(figure, len(tall), columns, len(panels), height_ratios=tall)
-    for axes, (budget, rows) in zip(places, panels.items(), strict=True):
-        best = {name: max(statistics.fmean(it) for it in pair if it) for name, pair in rows.items()}
-        order = sorted(best, key=best.__getitem__)
-        for number, (color, shape, label) in enumerate(((BLUE, "o", "same recipe"), (RED, "s", "its own training"))):
-            found = [(place, it) for place, name in enumerate(order) if (it := rows[name][number])]
-            if found:
-                means = [statistics.fmean(it) for _, it in found]
-                spread = [statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found]
-                heights = [place + 0.12 - 0.24 * number for place, _ in found]
-                axes.errorbar(means, heights, xerr=spread, fmt=shape, color=color, ms=5, capsize=2, lw=1, label=label)
-        axes.grid()
-        axes.set_yticks(range(len(order)), order, fontsize=8)
-        axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
-        axes.locator_params(axis="x", nbins=5)
-        _in_percent(axes.xaxis)
-        marks, words = axes.get_legend_handles_labels()
-        known |= dict(zip(words, marks, strict=True))
-    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=2)
-    return figure
-
-
 # pieces
 
 
@@ -307,9 +273,9 @@ def _panel(width: float, height: float) -> Axes:
     return axes
 
 
-def _panels(figure: Figure, rows: int, columns: int, count: int, **how: Any) -> list[Axes]:
+def _panels(figure: Figure, rows: int, columns: int, count: int) -> list[Axes]:
     """The first `count` panels of a grid; the others are removed."""
-    places = [*figure.subplots(rows, columns, squeeze=False, **how).flat]
+    places = [*figure.subplots(rows, columns, squeeze=False).flat]
     for axes in places[count:]:
         axes.remove()
     return places[:count]
