@@ -20,9 +20,7 @@ import dmcp
 from dmcp.budget import parse
 from dmcp.compare.methods import METHODS, PEER, DmcpConfig, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem
-from dmcp.errors import BudgetError, DataError, DmcpError, StoppedError, TrainingError
-from dmcp.runs import Run
-from dmcp.training import Runtime
+from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
 
 QUICK: dict[str, dict[str, Any]] = {"slimming": {"sparsity": 0.01}, "dmcp": {"epochs": 6}}  # a second or two
 TINY: dict[str, dict[str, Any]] = {  # in which they only run
@@ -95,31 +93,6 @@ def test_networks_without_batch_norms(name: str) -> None:
         return
     with pytest.raises(TrainingError, match=r"ignore=\['needed', 'useless'\]"):
         chosen(name, problem)
-
-
-@pytest.mark.parametrize("name", ["slimming", "sfp", "fpgm", "autoslim", "dmcp"])
-def test_a_stopped_training_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
-    short = {"autoslim": {"epochs": 2}, "dmcp": {"epochs": 3}}
-    run = Run(tmp_path)
-
-    def stopping(steps: int) -> Problem:
-        left = iter(range(steps))
-
-        def hear(event: Any) -> None:
-            record = event.record
-            run.add("log.jsonl", {"stage": event.stage, **record}) if isinstance(record, dict) else run.on_event(event)
-
-        keeper = run.checkpointer({}, every_steps=7, stop_requested=lambda: next(left, None) is None)
-        return planted_problem(epochs=2, runtime=Runtime(checkpointer=keeper, on_event=hear))
-
-    whole = chosen(name, planted_problem(epochs=2), short)
-    with pytest.raises(StoppedError):
-        chosen(name, stopping(23), short)
-    again = chosen(name, stopping(10**6), short)
-    assert again.kept == whole.kept and again.sample_passes == whole.sample_passes
-    if whole.model is not None and again.model is not None:
-        pairs = zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.slow

@@ -304,7 +304,8 @@ def check_method(name: str) -> bool:
     """True for our own search; DmcpError for a method that is not there, or not for one run."""
     if name == DMCP:
         return True
-    if find_method(name).own is Own.SLIMMABLE:
+    method = find_method(name)
+    if method.one_ratio and method.own is Own.SLIMMABLE:
         raise DmcpError(f'{name} is method="uniform" with retrain="slimmable": give these.')
     return False
 
