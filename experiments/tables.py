@@ -110,7 +110,7 @@ def _methods(rows: Sequence[Mapping[str, Any]], only: set[str]) -> str:
         shown = same if same and not same["same_as"] else None
         pairs = zip(shown["seeds"], shown["accuracies"], strict=True) if shown and shown is not base else ()
         above = [value - known[seed] for seed, value in pairs if seed in known]
-        accuracy = spread(shown["accuracies"]) if shown else "= uniform" if same else ""
+        accuracy = spread(shown["accuracies"]) if shown else "= uniform" if either["same_as"] else ""
         way = f"{spread(own['accuracies'])}, {own['way']}" if own else ""
         shares = between([100 * share for share in either["macs_share"]], ".1f")
         cells.append([method, shares, accuracy, spread(above, "+"), way, between(either["params"], ",")])

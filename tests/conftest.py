@@ -47,7 +47,7 @@ def figures() -> None:
 @pytest.fixture(autouse=True)
 def _quick_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What commands do beside the matter is short, and what they print does not depend on how fast this machine is."""
-    for module in ("results", "compare.runner"):  # not ten times; test_pruning calls what does that itself
+    for module in ("results",):  # not ten times; test_pruning calls what does that itself
         monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
     if "figures" not in request.fixturenames:  # they take longer than the short runs of tests
         for module in ("runs", "cli.prune"):

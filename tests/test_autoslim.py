@@ -11,8 +11,9 @@ from planted import heard, planted_problem
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.compare.autoslim import AutoSlimConfig, prepare
-from dmcp.compare.autoslim import find_autoslim as find
+from dmcp.compare.methods import AutoSlimConfig
+from dmcp.compare.methods import find_autoslim as find
+from dmcp.compare.methods import prepare_autoslim as prepare
 from dmcp.compare.problem import Problem
 from dmcp.errors import TrainingError
 from dmcp.searching.config import SearchRecord

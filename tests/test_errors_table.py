@@ -64,12 +64,12 @@ MISTAKES = {
         prune --resume half --seeds 2
         compare --data digits
         compare DIGITS --methods uniform,slimmning
-        compare DIGITS --set amc.episods=5
-        compare DIGITS --set amc.episodes
+        compare DIGITS --set l1.powr=2
+        compare DIGITS --set l1.power
         compare DIGITS --widths hand
         compare DIGITS --methods mine.py:find
         compare DIGITS --budget 50% --budget 50%
-        compare DIGITS --peer nni
+        compare DIGITS --methods nni
         compare DIGITS --methods l1,random --no-scratch
     """,
     "TraceError": """
@@ -132,7 +132,7 @@ MISTAKES = {
         train DIGITS --lr -1
         prune DIGITS --teacher unpruned --kd-weight 1.5
         compare --model mytable_net:pixels --data digits
-        compare DIGITS --set amc.episodes=0
+        compare DIGITS --set dmcp.epochs=0
     """,
     "FileError": """
         prune DIGITS --budget 8ms --latency table.json

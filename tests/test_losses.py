@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from planted import heard, planted_problem
 from test_training import Echo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.compare import amc, metapruning
 from dmcp.errors import DataError, TrainingError
 from dmcp.losses import check_metric, classification_loss, distillation_loss, top1
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
@@ -194,24 +191,6 @@ def test_an_object_on_several_ranks_must_say_that_it_gathers() -> None:
     gathering = Iou(2)
     gathering.all_ranks = True  # type: ignore[attr-defined]
     check_metric(gathering, World(1, 2))
-
-
-@pytest.mark.parametrize("lower", [False, True])
-def test_methods_choose_by_objects_as_by_functions(lower: bool) -> None:
-    wrap: Any = dmcp.LowerIsBetter if lower else lambda metric: metric
-
-    def chosen(problem: Any, find: Any, config: Any, metric: Any) -> Any:
-        asked, log = heard(replace(problem, task=dmcp.Task(metric=wrap(metric))))
-        widths = dict(find(asked, config).widths)
-        return widths, [record["best"] for record in log if isinstance(record, dict)]
-
-    agent = amc.AmcConfig(warmup=2, episodes=2, batches=2)
-    few = metapruning.MetaPruningConfig(hidden=2, population=3, generations=1, parents=2, batches=2)
-    problem = planted_problem(epochs=1)
-    for find, config in ((amc.find_amc, agent), (metapruning.find_metapruning, few)):
-        widths, best = chosen(problem, find, config, top1)
-        again, same = chosen(problem, find, config, Right(10))
-        assert widths == again and best and same == pytest.approx(best)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from nets import Residual
-from planted import SIGNS, Batches, as_problem, planted_problem
-from torch import Tensor
+from planted import SIGNS, Batches, as_problem, heard, planted_problem, tiny_problem
+from torch import Tensor, nn
+from torchvision.models import mobilenet_v2, resnet18
 
 import dmcp
 from dmcp.compare import magnitude
-from dmcp.compare.magnitude import L1Config, SlimmingConfig, SoftConfig, find_fpgm, find_l1, find_sfp, find_slimming
 from dmcp.compare.problem import Problem
+from dmcp.training import train
 
 WEAK = [1, 4, 6]  # channels that are planted to go
 
@@ -53,12 +56,12 @@ def midst(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("find", "config", "filters", "go"),
     [
-        (find_l1, L1Config(), small, True),
-        (find_l1, L1Config(power=2), spread, True),
-        (find_l1, L1Config(), spread, False),
-        (find_sfp, SoftConfig(), small, True),
-        (find_fpgm, SoftConfig(), midst, True),
-        (find_sfp, SoftConfig(), midst, False),
+        (magnitude.find_l1, magnitude.L1Config(), small, True),
+        (magnitude.find_l1, magnitude.L1Config(power=2), spread, True),
+        (magnitude.find_l1, magnitude.L1Config(), spread, False),
+        (magnitude.find_sfp, magnitude.SoftConfig(), small, True),
+        (magnitude.find_fpgm, magnitude.SoftConfig(), midst, True),
+        (magnitude.find_sfp, magnitude.SoftConfig(), midst, False),
     ],
 )
 def test_planted_channels_go(find: Any, config: Any, filters: Any, go: bool) -> None:
@@ -68,7 +71,7 @@ def test_planted_channels_go(find: Any, config: Any, filters: Any, go: bool) -> 
     choice.check(problem)
     wanted = [i for i in range(SIGNS) if i not in WEAK]
     assert all((list(choice.kept[name]) == wanted) is go for name in choice.widths)
-    assert find is find_l1 or choice.sample_passes == 20 * 64 + 4 * 64
+    assert find is magnitude.find_l1 or choice.sample_passes == 20 * 64 + 4 * 64
 
 
 def test_slimming_drops_small_scales_wherever_they_are() -> None:
@@ -78,7 +81,7 @@ def test_slimming_drops_small_scales_wherever_they_are() -> None:
     scales = {"needed": [0.1, 0.9, 0.2, -0.8, 0.3, 0.7, -0.25, 0.15], "useless": [0.6, -0.5, 1, 1, 1, 0.05, 1, 1]}
     for name, values in scales.items():
         trained.get_parameter(f"{name}_norm.weight").data = torch.tensor(values)
-    choice = find_slimming(problem, SlimmingConfig(), trained.state_dict())
+    choice = magnitude.find_slimming(problem, magnitude.SlimmingConfig(), trained.state_dict())
     assert choice.kept == {"needed": [1, 3, 5], "useless": [0, 1, 2, 3, 4, 6, 7]}
 
 
@@ -90,7 +93,7 @@ def test_slimming_sums_the_scales_of_tied_norms() -> None:
         norm.weight.data = torch.linspace(1.2, 1.8, len(norm.weight))
     trained.bn0.weight.data = torch.tensor([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
     trained.bn2.weight.data = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.1, 1.0, 1.0, 1.9])
-    choice = find_slimming(problem, SlimmingConfig(), trained.state_dict())
+    choice = magnitude.find_slimming(problem, magnitude.SlimmingConfig(), trained.state_dict())
     assert list(choice.kept["stem"]) == [0, 1, 2, 3, 5, 6, 7]  # sums: 9, then 2, 1.9 and 1.1
     assert choice.widths["conv1"] < 6 and choice.widths["conv3"] < 9 and choice.widths["conv4"] == 11
 
@@ -99,7 +102,7 @@ def test_slimming_pulls_the_scales_by_the_gradient_of_their_size() -> None:
     problem = planted_problem(epochs=1)
     sums = []
     for sparsity in (0.0, 0.01, 0.1):
-        state = magnitude.prepare(problem, SlimmingConfig(sparsity=sparsity)).state
+        state = magnitude.prepare_slimming(problem, magnitude.SlimmingConfig(sparsity=sparsity)).state
         sums.append(sum(state[f"{name}_norm.weight"].abs().sum() for name in ("needed", "useless")).item())
     assert sums[0] > sums[1] > sums[2]
 
@@ -114,10 +117,10 @@ def residual_problem(budget: str = "50%", **changes: Any) -> Problem:
     return as_problem(model, Batches(batches[:4]), Batches(batches[4:]), budget, 0, 3, **changes)
 
 
-@pytest.mark.parametrize("find", [find_sfp, find_fpgm])
+@pytest.mark.parametrize("find", [magnitude.find_sfp, magnitude.find_fpgm])
 def test_at_the_end_the_zeroed_network_is_the_cut_one(find: Any) -> None:
     problem = residual_problem()
-    choice = find(problem, SoftConfig())
+    choice = find(problem, magnitude.SoftConfig())
     assert choice.model is not None
     model = choice.model.double().eval()
     small = dmcp.cut(model, problem.graph, choice.kept)
@@ -137,12 +140,76 @@ def test_zeroed_filters_are_trained_on_but_do_not_outgrow_the_others() -> None:
             return seen[-1]
 
         problem = planted_problem(budget="57%", epochs=3)
-        choice = magnitude.prune_softly(watched, problem, SoftConfig(regrowth=regrowth), None)
+        choice = magnitude.prune_softly(watched, problem, magnitude.SoftConfig(regrowth=regrowth), None)
         assert choice.model is not None and len(seen) == 2 * 3  # two spaces
         assert all((norms > 0).all() for norms in seen)
         assert dict(choice.model.named_buffers()).keys() == dict(problem.model.named_buffers()).keys()
         largest[regrowth] = (torch.stack(seen[2:]).max() / torch.stack(seen[:2]).max()).item()
     assert largest[0.01] < 1.5 and largest[1.0] > 4
     seen.clear()
-    magnitude.prune_softly(watched, problem, SoftConfig(every=2), None)
+    magnitude.prune_softly(watched, problem, magnitude.SoftConfig(every=2), None)
     assert len(seen) == 2 * 2  # after the second epoch and the last
+
+
+# the package torch-pruning: what it removes is what we cut out
+
+needs_it = pytest.mark.skipif(
+    importlib.util.find_spec("torch_pruning") is None,
+    reason="THE PEER torch-pruning IS NOT TESTED: pip install torch-pruning",
+)
+
+
+def varied(model: nn.Module) -> nn.Module:
+    """The network with channels of different strength, so that no two are the same to a ranking."""
+    draw = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.weight.data = 0.5 + torch.rand(module.num_features, generator=draw)
+    return model
+
+
+@needs_it
+@pytest.mark.parametrize("global_pruning", [True, False])
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
+def test_what_we_cut_out_is_what_the_package_leaves(build: Any, global_pruning: bool) -> None:
+    torch.manual_seed(0)
+    model = varied(build(num_classes=10)).eval()
+    graph, x = dmcp.trace(model, torch.zeros(2, 3, 32, 32)), torch.randn(3, 3, 32, 32)
+    config = magnitude.TorchPruningConfig(steps=10, global_pruning=global_pruning)
+    pruned = copy.deepcopy(model)
+    ledger = magnitude._Ledger(model, graph, config.steps)
+    pruner = magnitude._pruner(importlib.import_module("torch_pruning"), config, pruned, graph, x)
+    for step in range(4):
+        ledger.follow(pruner, step)
+    widths = graph.widths(ledger.widths())
+    assert 0.1 < graph.macs(widths) / graph.macs() < 0.9
+    ours = dmcp.cut(model, graph, {name: ledger.strongest(name, width) for name, width in widths.items()})
+    assert {name: p.shape for name, p in ours.named_parameters()} == {
+        name: p.shape for name, p in pruned.named_parameters()
+    }
+    assert torch.allclose(ours(x), pruned(x), atol=1e-5)
+
+
+@needs_it
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_needed_channels_stay(seed: int) -> None:
+    problem = planted_problem(seed=seed)
+    model = copy.deepcopy(problem.model)
+    train(model, problem.loader, problem.recipe)
+    for how in ({}, {"normalize": False}, {"global_pruning": False}):
+        choice = magnitude.find_torch_pruning(problem, magnitude.TorchPruningConfig(**how), model.state_dict())
+        choice.check(problem)
+        gap = choice.widths["needed"] - choice.widths["useless"]
+        assert abs(gap) <= 1 if "global_pruning" in how else gap == 7 if how else gap > 0
+        assert torch.equal(choice.model.needed.weight, model.needed.weight)  # chosen in the trained network
+
+
+@needs_it
+def test_limits_bounds_and_multiples_are_kept() -> None:
+    torch.manual_seed(0)
+    problem, told = heard(tiny_problem(varied(resnet18(num_classes=10)), "50%,params:30%", align=8))
+    low = problem.graph.widths([space.size // 4 for space in problem.graph.spaces])
+    choice = magnitude.find_torch_pruning(replace(problem, min_widths=low), magnitude.TorchPruningConfig(steps=20))
+    choice.check(problem)
+    assert all(width % 8 == 0 and width >= low[name] for name, width in choice.widths.items())
+    assert told[-1]["share"] <= 1 < told[-2]["share"]  # it stops at the budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
@@ -12,59 +12,44 @@ from typing import Any
 
 import pytest
 import torch
-from planted import Batches, Planted, as_problem, heard, planted_batches, planted_problem, tiny_problem
+from planted import Batches, Planted, as_problem, planted_batches, planted_problem, tiny_problem
 from torch import nn
 from torchvision.models import densenet121, mobilenet_v2, resnet18
 
 import dmcp
 from dmcp.budget import parse
-from dmcp.compare.amc import AmcConfig, DdpgConfig
-from dmcp.compare.baselines import DirectConfig, DmcpConfig
-from dmcp.compare.methods import METHODS, PEERS, Own, Start, choose, find_method, prepare, title
+from dmcp.compare.methods import METHODS, PEER, DmcpConfig, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem
-from dmcp.errors import BudgetError, DataError, DmcpError, StoppedError, TrainingError
-from dmcp.runs import Run
-from dmcp.sampling import FILLED
-from dmcp.searching.config import SearchResult
-from dmcp.training import Runtime
+from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
 
 QUICK: dict[str, dict[str, Any]] = {"slimming": {"sparsity": 0.01}, "dmcp": {"epochs": 6}}  # a second or two
 TINY: dict[str, dict[str, Any]] = {  # in which they only run
     "autoslim": {"epochs": 2, "groups": 3, "subnets": 1, "batches": 1, "at_once": 60},
-    "amc": {"warmup": 1, "episodes": 1, "agent": DdpgConfig(hidden=8)},
-    "metapruning": {"hidden": 1, "population": 4, "generations": 2, "parents": 2, "batches": 1},
     "dmcp": {"epochs": 2},
     "torch-pruning": {"steps": 4},
 }
-ONE_RATIO = ["uniform-slimmable", "l1", "sfp", "fpgm"]
-EVERY = [*METHODS, *PEERS]
 Settings = Mapping[str, Mapping[str, Any]]
-CONFIGS: list[Any] = [*dict.fromkeys(it.config for it in (METHODS | PEERS).values()), DdpgConfig]
 
 
 def chosen(name: str, problem: Problem, settings: Settings = QUICK) -> Choice:
     """What a method chooses, given what its entry says that it needs."""
-    if name in PEERS:
-        pytest.importorskip(name.replace("-", "_"))
-    method, config, start = find_method(name), find_method(name).config(**settings.get(name, {})), None
-    match method.start:
-        case Start.SEARCHED:
-            hearing, log = heard(problem)
-            chosen("dmcp", hearing, settings)
-            start = next(record for record in log if isinstance(record, SearchResult))
-        case Start.TRAINED | Start.HELD_OUT:
-            model = copy.deepcopy(problem.model)
-            dmcp.train(model, problem.loader, problem.recipe)
-            start = model.state_dict()
-        case Start.PREPARED:
-            start = prepare(name, problem, config).state
-    return choose(name, problem, config, start)
+    if name == PEER:
+        pytest.importorskip("torch_pruning")
+    method, state = find_method(name), None
+    config = method.config(**settings.get(name, {}))
+    if method.prepare:
+        state = method.prepare(problem, config).state
+    elif method.trained:
+        model = copy.deepcopy(problem.model)
+        dmcp.train(model, problem.loader, problem.recipe)
+        state = model.state_dict()
+    return choose(name, problem, config, state)
 
 
 # every method
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", METHODS)
 def test_the_bounds_are_kept_and_nothing_else_is_touched(name: str) -> None:
     """They ask for the contrary of what is planted: no method would choose it by itself, and one ratio is not it."""
     problem = planted_problem(epochs=1)
@@ -75,23 +60,19 @@ def test_the_bounds_are_kept_and_nothing_else_is_touched(name: str) -> None:
     assert choice.widths["needed"] <= 3 and choice.widths["useless"] >= 5
     assert torch.equal(random, torch.get_rng_state()) and problem.model.training
     assert all(torch.equal(tensor, before[key]) for key, tensor in problem.model.state_dict().items())
-    if METHODS.get(name) and METHODS[name].own in (Own.FINETUNED, Own.AS_TRAINED):
+    if METHODS[name].own in (Own.FINETUNED, Own.AS_TRAINED):
         assert choice.model is not None and choice.model.training
         small = dmcp.cut(choice.model, problem.graph, choice.kept)
         assert small(next(iter(problem.held_out))[0]).shape == (64, 2, 8)
 
 
-def test_a_search_narrows_what_is_useless() -> None:
-    """amc, autoslim and metapruning have tests of their own."""
-    hearing, log = heard(planted_problem(epochs=6))
-    found = [chosen("slimming", planted_problem(epochs=8)), chosen("dmcp", hearing)]
-    searched = next(record for record in log if isinstance(record, SearchResult))
-    found.append(choose("dmcp-direct", hearing, DirectConfig(), searched))
-    for choice in found:
-        assert choice.widths["useless"] < choice.widths["needed"]
+@pytest.mark.parametrize(("name", "epochs"), [("slimming", 8), ("dmcp", 6)])  # autoslim has tests of its own
+def test_a_search_narrows_what_is_useless(name: str, epochs: int) -> None:
+    choice = chosen(name, planted_problem(epochs=epochs))
+    assert choice.widths["useless"] < choice.widths["needed"]
 
 
-@pytest.mark.parametrize("name", ONE_RATIO)
+@pytest.mark.parametrize("name", ["uniform-slimmable", "l1", "l2", "sfp", "fpgm"])
 def test_one_ratio_does_not(name: str) -> None:
     problem = planted_problem(epochs=1)
     widths = chosen(name, problem).widths
@@ -104,7 +85,7 @@ def test_random_widths_know_the_budget_only() -> None:
     assert min(gaps) < 0 < max(gaps)
 
 
-@pytest.mark.parametrize("name", ["l1", "sfp", "autoslim", "amc", "metapruning", "dmcp", "slimming"])
+@pytest.mark.parametrize("name", ["l1", "sfp", "autoslim", "dmcp", "slimming"])
 def test_networks_without_batch_norms(name: str) -> None:
     problem = as_problem(Planted(norm=False), planted_batches(4, 0), planted_batches(2, 1), "57%", 0, 1)
     if name != "slimming":
@@ -114,33 +95,8 @@ def test_networks_without_batch_norms(name: str) -> None:
         chosen(name, problem)
 
 
-@pytest.mark.parametrize("name", ["slimming", "sfp", "fpgm", "autoslim", "metapruning", "dmcp"])
-def test_a_stopped_training_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
-    short = {"autoslim": {"epochs": 2}, "metapruning": TINY["metapruning"] | {"epochs": 2}, "dmcp": {"epochs": 3}}
-    run = Run(tmp_path)
-
-    def stopping(steps: int) -> Problem:
-        left = iter(range(steps))
-
-        def hear(event: Any) -> None:
-            record = event.record
-            run.add("log.jsonl", {"stage": event.stage, **record}) if isinstance(record, dict) else run.on_event(event)
-
-        keeper = run.checkpointer({}, every_steps=7, stop_requested=lambda: next(left, None) is None)
-        return planted_problem(epochs=2, runtime=Runtime(checkpointer=keeper, on_event=hear))
-
-    whole = chosen(name, planted_problem(epochs=2), short)
-    with pytest.raises(StoppedError):
-        chosen(name, stopping(23), short)
-    again = chosen(name, stopping(10**6), short)
-    assert again.kept == whole.kept and again.sample_passes == whole.sample_passes
-    if whole.model is not None and again.model is not None:
-        pairs = zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("build", [resnet18, mobilenet_v2, densenet121])
 def test_real_networks(build: Any, name: str) -> None:
     torch.manual_seed(0)
@@ -166,49 +122,43 @@ def test_budgets_and_widths_that_cannot_be() -> None:
     free, bounded = problem.uniform(), replace(problem, max_widths=problem.graph.widths({"needed": 3}))
     with pytest.raises(BudgetError, match="channels in needed, where 1 to 3"):
         Choice(widths=free, kept=free).check(bounded)
+    with pytest.raises(TrainingError, match="needed is"):
+        Choice(widths=free, kept=dict(free) | {"needed": [0]}).check(problem)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", {it.config for it in METHODS.values() if isinstance(it.config, type)})
 def test_settings_out_of_their_range(config: Any) -> None:
     config()  # there are defaults for everything
-    wrong = {it.name: it.metadata["low"] - 1 for it in fields(config) if it.metadata.get("low", -inf) > -inf}
-    wrong |= {"last_noise": 0.6} if config is AmcConfig else {"more": {"warm": 1}} if config is DmcpConfig else {}
-    for name, value in wrong.items():
-        with pytest.raises(TrainingError):
-            config(**{name: value})
+    for name, low in {it.name: it.metadata.get("low", -inf) for it in fields(config)}.items():
+        if low > -inf:
+            with pytest.raises(TrainingError):
+                config(**{name: low - 1})
+    if config is DmcpConfig:
+        with pytest.raises(TypeError):
+            config(more={"warm": 1})
 
 
 def test_states_and_batches_that_cannot_be() -> None:
-    problem, other = planted_problem(epochs=1), {"weight": torch.zeros(2)}
-    for name in ("l1", "slimming", "autoslim", "amc", "metapruning", "dmcp-direct"):
+    problem = planted_problem(epochs=1)
+    for name in ("l1", "slimming", "autoslim"):
         with pytest.raises(TrainingError):
-            choose(name, problem, find_method(name).config(), other)
-    single = Batches([(x[:1], labels[:1]) for x, labels in problem.held_out])
-    for name, held_out in (("autoslim", Batches([])), ("amc", single), ("metapruning", single)):
-        with pytest.raises(DataError):
-            chosen(name, replace(problem, held_out=held_out), TINY)
+            choose(name, problem, find_method(name).config(), {"weight": torch.zeros(2)})
+    with pytest.raises(DataError):
+        chosen("autoslim", replace(problem, held_out=Batches([])), TINY)
 
 
 # methods of one's own
 
 MINE = """
-from dmcp.compare.methods import Method, Own, Start
+from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import Choice
+
+def even(problem):
+    widths = problem.uniform()
+    return Choice(widths=widths, kept={name: [*range(width)] for name, width in widths.items()}, model=problem.model)
 
 def narrow(problem):
     return Choice(widths=problem.min_widths, kept=problem.min_widths)
-
-def wide(problem):
-    return Choice(widths=problem.graph.full, kept=problem.graph.full)
-
-def channels(problem):
-    widths = problem.uniform()
-    kept = {name: [*range(width)] for name, width in widths.items()}
-    return Choice(widths=widths, kept=kept, model=problem.model)
-
-def wrong_channels(problem):
-    choice = channels(problem)
-    return Choice(widths=choice.widths, kept=choice.kept | {"needed": [0]}, model=problem.model)
 
 def no_choice(problem):
     return {}
@@ -218,51 +168,32 @@ class Inner:
         return problem.nothing
 
 number = 3
-tuned = Method(lambda problem, config: narrow(problem), dict, own=Own.FINETUNED)
-late = Method(lambda problem, config: None, dict, Start.PREPARED)
-prepared = Method(lambda problem, config, state: None, dict, Start.PREPARED, lambda problem, config: problem.model)
+tuned = Method(lambda problem, config: Choice(widths=problem.uniform(), kept={}), dict, own=Own.FINETUNED)
 """
-
-
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("mine", None)
-
-
-def test_a_choice_of_ones_own(mine: None) -> None:
-    """Plain widths are filled up; channels are left alone."""
-    problem = planted_problem()
-    choice = choose("mine:narrow", problem, None)
-    assert FILLED <= problem.shares(choice.widths.tensor()[None]).item() <= 1 and choice.kept == choice.widths
-    assert choose("mine:channels", problem, None).widths == problem.uniform()
 
 
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("mine:wide", BudgetError),
-        ("mine:wrong_channels", TrainingError),
+        ("mine:narrow", BudgetError),
         ("mine:no_choice", TrainingError),
         ("mine:tuned", TrainingError),
         ("mine:Inner.broken", TrainingError),
-        ("mine:late", DmcpError),
-        ("mine:number", DmcpError),
+        ("mine:number", TrainingError),
         ("mine:narow", DmcpError),
         ("mine.py:narrow", DmcpError),
         ("dmpc", DmcpError),
         ("zzz", DmcpError),
     ],
 )
-def test_mistakes(mine: None, capfd: pytest.CaptureFixture[str], name: str, error: type[Exception]) -> None:
+def test_methods_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    problem = planted_problem()
+    assert choose("mine:even", problem, None).widths == problem.uniform()
     with pytest.raises(error):
-        choose(name, planted_problem(), None)
-    assert ("return problem.nothing" in capfd.readouterr().err) == ("broken" in name)  # whose traceback it is
-
-
-def test_a_network_of_its_own_making_is_one(mine: None) -> None:
-    with pytest.raises(TrainingError):
-        prepare("mine:prepared", planted_problem(), {})
-    assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine", "=hand"))] == ["dmcp", "mine", "Outer.mine", "hand"]
+        choose(name, problem, None)
+    assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine", "widths:hand"))] == ["dmcp", "mine", "Outer.mine", "hand"]

@@ -73,7 +73,9 @@ PLACES = {  # module:name of what `import dmcp` does not give
     "make_loader": ("dmcp.data.loaders:make_loader", "dmcp.data:make_loader"),
     "METHODS": ("dmcp.compare.methods:METHODS", "dmcp.methods:METHODS"),
     "Problem": ("dmcp.compare.problem:Problem", "dmcp.methods.problem:Problem"),
-    "DdpgConfig": ("dmcp.compare.amc:DdpgConfig", "dmcp.methods.ddpg:DdpgConfig"),
+    "amc": ("experiments.methods.amc:amc",),  # before they were in METHODS
+    "metapruning": ("experiments.methods.metapruning:metapruning",),
+    "DdpgConfig": ("experiments.methods.amc:DdpgConfig", "dmcp.compare.amc:DdpgConfig", "dmcp.methods.ddpg:DdpgConfig"),
     "Task": ("dmcp.training:Task", "dmcp.preflight:Task"),
     "Runtime": ("dmcp.runtime.engine:Runtime", "dmcp.runtime:Runtime", "dmcp.training:Runtime"),
 }
@@ -521,10 +523,12 @@ def method_case(name: str) -> Any:
 
     given |= {"on_event": hear}
     given |= {"recipe": call(dmcp.TrainConfig, **TRAIN), "engine": call(dmcp.Engine, **ENGINE)}
-    problem, method = call(place("Problem"), **given, min_widths=least), place("METHODS")[name]
+    problem, table = call(place("Problem"), **given, min_widths=least), place("METHODS")
+    method = table[name] if name in table else place(name)
     agent = {"agent": call(place("DdpgConfig"), **AGENT)} if name == "amc" else {}
     config = call(method.config, **METHODS[name], **agent)
-    state = method.prepare(problem, config).state if method.prepare else model.state_dict()
+    prepares = method.prepare and name != "amc"  # which once had no prepare
+    state = method.prepare(problem, config).state if prepares else model.state_dict()
     choice = method.find(problem, config, state)
     found = {"widths": dict(choice.widths), "passes": choice.sample_passes, "model": all_bits(choice.model)}
     found |= {"heard": [it for it in heard if it]}
@@ -575,7 +579,8 @@ def run(checkout: Path, options: list[str], folder: str, name: str) -> dict[str,
     """The probe in another process."""
     out = Path(folder) / f"{name}.json"
     source = str(checkout.resolve() / "src")
-    env = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    path = f"{source}{os.pathsep}{checkout.resolve()}"  # the second for experiments/
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__, "--probe", str(out), *options], env=env, cwd=folder, check=True)
     found: dict[str, Any] = json.loads(out.read_text())
     if not found.pop("from").startswith(source):

@@ -15,7 +15,7 @@ from dmcp import progress
 from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, ratios, show_cost
 from dmcp.checkpoint import plain_settings
-from dmcp.compare.methods import Own, Start, check_installed, choose_all, find_method
+from dmcp.compare.methods import Own, choose_all, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, verify, with_frozen
 from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
@@ -236,11 +236,9 @@ def check_method(name: str) -> bool:
     """True for our own search; DmcpError for a method that is not there, or not for one run."""
     if name == DMCP:
         return True
-    check_installed(name)
-    if find_method(name).own is Own.SLIMMABLE or find_method(name).start is Start.SEARCHED:
-        raise DmcpError(
-            f'{name} is for dmcp compare: take "uniform" with retrain="slimmable", or dmcp sample --direct.'
-        )
+    method = find_method(name)
+    if method.one_ratio and method.own is Own.SLIMMABLE:
+        raise DmcpError(f'{name} is method="uniform" with retrain="slimmable": give these.')
     return False
 
 
@@ -342,7 +340,7 @@ class _Work:
     def choose(self, trained: bool) -> tuple[dict[str, nn.Module], dict[str, _Chosen]]:
         """What a method that does not search chooses; it ranks trained weights, which a fresh network gets first."""
         nets, source = dict[str, nn.Module](), unwrap(self.model)
-        if find_method(self.method).start in (Start.TRAINED, Start.HELD_OUT) and not trained:
+        if find_method(self.method).trained and not trained:
             if self.how.kind is Retrain.NONE:
                 warn(f"The network is not trained, so {self.method} ranks random weights.", UserWarning)
             else:

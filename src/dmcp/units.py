@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 
@@ -14,17 +13,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
     return "\n".join([text[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *text[1:], ""])
-
-
-def latex(rows: Sequence[Sequence[str]]) -> str:
-    """The same for LaTeX with booktabs."""
-    signs = {sign: f"\\{sign}" for sign in "%&#_${}"} | {"±": r"$\pm$", "–": "--", "\\": r"\textbackslash{}"}
-    signs |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    plain = str.maketrans({ord(sign): text for sign, text in signs.items()})
-    cells = [[re.sub(r"^-(?=\d)", "$-$", cell.translate(plain)) for cell in row] for row in rows]
-    head, *rest = [" & ".join(row) + r" \\" for row in cells]
-    top = [rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}", r"\toprule", head, r"\midrule"]
-    return "\n".join([*top, *rest, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def clock(seconds: float) -> str:

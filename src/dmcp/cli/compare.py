@@ -3,175 +3,141 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from dmcp.cli import launch, session
 from dmcp.cli.config import Request, RunConfig, argument
 from dmcp.cli.job import Job, open_job, place_of
 from dmcp.compare import runner
-from dmcp.compare.methods import METHODS
-from dmcp.compare.runner import PAGE, PlannedRun, write_table
-from dmcp.errors import DmcpError, FileError, StoppedError
-from dmcp.runs import Run, slug
-from dmcp.runtime.io import MOST_JSON, parse_json, read_bytes
-from dmcp.settings import SearchConfig
+from dmcp.compare.methods import GIVEN, METHODS, PEER, title
+from dmcp.compare.table import COMMANDS, PAGE, write_table
+from dmcp.errors import DmcpError, StoppedError
+from dmcp.exporting import blaming
+from dmcp.runs import Run, read_json, slug
+from dmcp.runtime.io import Lock
 from dmcp.units import table
 from dmcp.widths import Widths
 
-_SHARED = ("model", "model_args", "data", "input", "ignore", "batch", "device", "engine")  # of config and protocol
-_CHAINS = ("groups", "align", "min_channels", "max_channels")  # of search and protocol
+_OUTPUT = "output"  # folder of what runs print
 
 
 def gather(folder: Path, as_json: bool) -> None:
     """dmcp compare --gather."""
-    _print(write_table(folder), folder, as_json)
+    data = write_table(folder)
+    if as_json:
+        session.print_json({"folder": str(folder), **data})
+    else:
+        print(f"{(folder / PAGE).read_text()}\n{folder}")
 
 
 def compare(config: RunConfig, request: Request) -> None:
     """dmcp compare."""
-    more, train = request.more, config.train
-    assert train is not None
-    epochs, tuned = more["epochs"], more["finetune_epochs"]
-    comparison = runner.Comparison(
-        protocol=runner.Protocol(
-            **{name: getattr(config, name) for name in _SHARED},
-            **{name: getattr(config.search, name) for name in _CHAINS},
-            train=replace(train, epochs=epochs, warmup_epochs=min(1, epochs / 2), seed=0),
-            holdout=more["holdout"],
-            finetune_epochs=max(1, 2 * epochs // 3) if tuned is None else tuned,
-        ),
-        budgets=tuple(more["budget"] or ["50%"]),
-        methods=(*_read_methods(more["methods"]), *map(runner.check_peer, more["peer"] or ())),
-        seeds=tuple(range(config.seed, config.seed + request.seeds)),
-        settings=_read_settings(more["set"] or ()),
-        widths=_read_widths(more["widths"] or ()),
-        scratch=more["scratch"] is not False,
-        unpruned=more["unpruned"] is not False,
-    )
     job, place = open_job(replace(config, device="cpu")), place_of(config)
     session.check_job(job, config)
-    inputs = _inputs(job, place)
-    runs = runner.plan(comparison, inputs)
-    folder = Path(
-        request.out or f"runs/{slug(f'compare {config.model} {Path(config.data).name}')}"
-    )  # the same each time
+    runs = runner.plan(_comparison(config, request, job), job)
+    usual = f"runs/{slug(f'compare {config.model} {Path(config.data).name}')}"  # the same each time
+    folder = Path(request.out or usual)
     session.log_notes(job, config)
     if request.dry_run:
         _list_planned(runs, folder, request.as_json)
         return
-
-    def start(left: Sequence[PlannedRun]) -> dict[str, str]:
-        """Each run as a process of its own; how those ended that failed."""
-        names, commands = {it.name for it in left}, []
+    with blaming(f"{folder}: no runs can be kept here"):
+        (folder / _OUTPUT).mkdir(parents=True, exist_ok=True)
+    with Lock(folder):
+        left = runner.begin(runs, folder)
+        Run(folder).add(COMMANDS, {"command": shlex.join(["dmcp", *sys.argv[1:]]), "time": time.strftime("%F %T")})
+        names, debug = {it.name for it in left}, ("--debug",) if "--debug" in sys.argv else ()
+        commands = []
         for it in left:
-            words = ("compare-run", str(folder / runner.PLANS / f"{it.name}.json"), str(folder / it.name))
+            words = ("compare-run", str(folder / runner.PLANS / f"{it.name}.json"), str(folder / it.name), *debug)
             needs = (it.uses,) if it.uses in names else ()
             commands.append(launch.Command(it.name, (*launch.COMMAND, *words), needs))
-        how: dict[str, Any] = {"at_once": more["at_once"], "quiet": request.quiet, "total": len(runs)}
-        ended = launch.run_side_by_side(commands, folder / runner.OUTPUT, place, **how)
-        return {end.command.name: end.describe() for end in ended if end.code != 0}
-
-    failed = runner.run(runs, folder, start)
-    if found := write_table(folder, runs, inputs, more["measure"]):
-        _print(found, folder, request.as_json)
+        how: dict[str, Any] = {"at_once": request.more["at_once"], "quiet": request.quiet, "total": len(runs)}
+        ended = launch.run_side_by_side(commands, folder / _OUTPUT, place, **how)
+    failed = [end.describe() for end in ended if end.code != 0]
+    if any(runner.is_done(folder / it.name) for it in runs):
+        gather(folder, request.as_json)
     if failed:
-        listed = "; ".join([*failed.values()][:3]) + ("; ..." if len(failed) > 3 else "")
+        listed = "; ".join(failed[:3]) + ("; ..." if len(failed) > 3 else "")
         raise DmcpError(f"{len(failed)} runs failed, the same command starts only them again: {listed}")
 
 
 def compare_run(settings: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison."""
     it = runner.read_plan(settings)
-    protocol = it.protocol
-    chains = {name: getattr(protocol, name) for name in _CHAINS}
-    config = RunConfig(
-        command="compare",
-        seed=it.seed,
-        search=SearchConfig(budget=it.budget or "100%", seed=it.seed, **chains),
-        train=replace(protocol.train, seed=it.seed),
-        comparison=asdict(it),
-        **{name: getattr(protocol, name) for name in _SHARED},
-    )
+    config = it.protocol.config
+    assert config.search and config.train
+    search, train = replace(config.search, seed=it.seed), replace(config.train, seed=it.seed)
+    config = replace(config, seed=it.seed, search=replace(search, budget=it.budget or "100%"), train=train)
     place = {"resume": str(folder)} if runner.is_begun(folder) else {"out": str(folder)}
     request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
         with session.session(config, request, whole=False) as here:
-            runner.OneRun(it, _inputs(here.job, place_of(config)), Run(folder), here.runtime).do()
+            runner.OneRun(it, here.job, Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
 
 
-def _inputs(job: Job, place: torch.device) -> runner.Inputs:
-    """What the runs of a comparison work with."""
-    return runner.Inputs(
-        model=job.model,
-        graph=job.graph,
-        images=job.data.train,
-        train=job.loaders.search,
-        test=job.test,
-        device=place,
-        facts=job.identity,
+def _comparison(config: RunConfig, request: Request, job: Job) -> runner.Comparison:
+    more, settings = request.more, _read_settings(request.more["set"] or ())
+    epochs, tuned = more["epochs"], more["finetune_epochs"]
+    assert config.search and config.train
+    train = replace(config.train, epochs=epochs, warmup_epochs=min(1, epochs / 2), seed=0)
+    names = [word.strip() for word in more["methods"].split(",") if word.strip()]
+    every = [name for name in METHODS if name != PEER]
+    methods = [name for word in names for name in (every if word == "all" else [word])]
+    for name, widths in map(_read_widths, more["widths"] or ()):
+        methods.append(f"{GIVEN}{name}")
+        settings[name] = dict(widths)
+    return runner.Comparison(
+        protocol=runner.Protocol(
+            config=replace(config, seed=0, search=replace(config.search, seed=0), train=train),
+            facts=job.identity,
+            holdout=more["holdout"],
+            finetune_epochs=max(1, 2 * epochs // 3) if tuned is None else tuned,
+            scratch=more["scratch"] is not False,
+        ),
+        budgets=tuple(more["budget"] or ["50%"]),
+        methods=tuple(methods),
+        seeds=tuple(range(config.seed, config.seed + request.seeds)),
+        settings=settings,
+        unpruned=more["unpruned"] is not False,
     )
 
 
-def _read_methods(text: str) -> list[str]:
-    names = [word.strip() for word in text.split(",") if word.strip()]
-    return [*METHODS] if names == ["all"] else names
-
-
 def _read_settings(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """amc.episodes=100 as a mapping of mappings."""
+    """l1.power=2 as a mapping of mappings."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
-        place, equals, _ = text.partition("=")
-        method, dot, name = place.rpartition(".")
-        if not equals or not dot or not name.isidentifier():
-            raise DmcpError(f"--set: {text!r} is not of the form METHOD.NAME=VALUE, like amc.episodes=100.")
-        if name in found.setdefault(method, {}):
-            raise DmcpError(f"--set: {place} is given twice: give it once.")
-        found[method][name] = argument(text.removeprefix(f"{method}."))[1]
+        method, _, _ = text.partition("=")[0].rpartition(".")
+        name, value = argument(text.removeprefix(f"{method}."), "--set")
+        found.setdefault(title(method), {})[name] = value
     return found
 
 
-def _read_widths(texts: Iterable[str]) -> dict[str, dict[str, int]]:
+def _read_widths(text: str) -> tuple[str, Mapping[str, int]]:
     """NAME=FILE as a name and its widths; the file is a widths.json, or has widths by name."""
-    found: dict[str, dict[str, int]] = {}
-    for text in texts:
-        name, _, file = text.partition("=")
-        if not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
-            raise DmcpError(f"--widths: {text!r} is not of the form NAME=FILE, like hand=widths.json.")
-        if name in found:
-            raise DmcpError(f"--widths: {name} is given twice: give each a name of its own.")
-        stored: Any = parse_json(read_bytes(Path(file), MOST_JSON), file)
-        ours = isinstance(stored, dict) and {"widths", "fingerprint"} <= stored.keys()
-        if not isinstance(stored, dict) or not (ours or all(type(kept) is int for kept in stored.values())):
-            raise FileError(f'{file}: not a file of widths: give a widths.json, or {{"space": width, ...}}.')
-        found[name] = dict(Widths.from_json(stored)) if ours else stored
-    return found
+    name, _, file = text.partition("=")
+    if not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+        raise DmcpError(f"--widths: {text!r} is not of the form NAME=FILE, like hand=widths.json.")
+    stored = read_json(Path(file))
+    return name, dict(Widths.from_json(stored)) if "fingerprint" in stored else stored
 
 
-def _list_planned(runs: Sequence[PlannedRun], folder: Path, as_json: bool) -> None:
-    """The runs, how far they are, and how long each trains; what would be refused is refused."""
-    rows = [{"run": it.name, "state": runner.state_of(it, folder), "epochs": runner.epochs_of(it)} for it in runs]
+def _list_planned(runs: Sequence[runner.PlannedRun], folder: Path, as_json: bool) -> None:
+    """The runs, and how far they are; what would be refused is refused."""
+    done, begun = ({it.name for it in runs if is_so(folder / it.name)} for is_so in (runner.is_done, runner.is_begun))
+    states = ["done" if it.name in done else "begun" if it.name in begun else "missing" for it in runs]
+    rows = [{"run": it.name, "state": state, "uses": it.uses} for it, state in zip(runs, states, strict=True)]
     if as_json:
         session.print_json({"folder": str(folder), "runs": rows})
     else:
-        words = [", ".join(f"{number} {kind}" for kind, number in runner.epochs_of(it).items()) for it in runs]
-        cells = [[it.name, runner.state_of(it, folder), epochs] for it, epochs in zip(runs, words, strict=True)]
-        print(table([["run", "state", "epochs"], *cells]))
-        print(f"{sum(row['state'] == 'done' for row in rows)} of {len(rows)} runs are done in {folder}.")
+        print(table([["run", "state", "starts from"], *([*row.values()] for row in rows)]))
+        print(f"{len(done)} of {len(rows)} runs are done in {folder}.")
     runner.check_begun(runs, folder)
-
-
-def _print(data: Mapping[str, Any] | None, folder: Path, as_json: bool) -> None:
-    if data is None:
-        raise FileError(f"{folder}: no runs of a comparison are done here: give the folder that dmcp compare filled.")
-    if as_json:
-        session.print_json({"folder": str(folder), **data})
-    else:
-        print(f"{(folder / PAGE).read_text()}\n{folder}")

@@ -90,7 +90,6 @@ class RunConfig:
     search: SearchConfig | None = None
     train: TrainConfig | None = None
     engine: Engine = Engine()
-    comparison: Mapping[str, Any] | None = None  # what a run of dmcp compare is to do: see PlannedRun
     save_steps: int = setting(1000, "Steps between two checkpoints.", 1)
     save_minutes: float = setting(5.0, "Minutes between two checkpoints, if that is sooner.", 0)
     track: tuple[str, ...] = setting((), "Also send the curves to tensorboard, wandb or mlflow; repeatable.")
@@ -450,10 +449,9 @@ _OTHERS: dict[str, tuple[Any, Any, str]] = {  # options that are no settings: ty
 }
 _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
     "budget": (list[str] | None, None, "50%, 211M, params:2M; repeatable. Default: 50%."),
-    "methods": (str, "all", "all, or names of methods, package.module:NAME, with commas."),
-    "peer": (list[str] | None, None, "Another package, if installed: torch-pruning."),
+    "methods": (str, "all", "all, names of methods, torch-pruning, package.module:NAME, with commas."),
     "widths": (list[str] | None, None, "A row of given widths, NAME=FILE; repeatable."),
-    "set": (list[str] | None, None, "Setting of a method, like amc.episodes=100; repeatable."),
+    "set": (list[str] | None, None, "Setting of a method, like dmcp.epochs=40; repeatable."),
     "seeds": (int, 3, "Seeds of everything, from --seed on. Default: 3."),
     "epochs": (int, 60, "Passes over the data in the final training. Default: 60."),
     "finetune_epochs": (int | None, None, "Epochs of fine-tuning. Default: two thirds of --epochs."),
@@ -461,7 +459,6 @@ _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
     "unpruned": (bool | None, None, "Also train the unpruned network. Default: yes."),
     "holdout": (float, 0.1, "Share of the training images that methods choose by. Default: 0.1."),
     "gather": (str, "", "Run nothing: make the table of this folder again."),
-    "measure": (bool, False, "Measure all speeds again, not only new ones."),
     "at_once": (int | None, None, "Runs side by side. Default: 8 on a GPU, else the cores."),
 }
 

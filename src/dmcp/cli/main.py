@@ -433,7 +433,7 @@ def compare(request: Request) -> None:
       dmcp compare --gather runs/table
     """
     gather = request.more["gather"]
-    if gather and (request.typed or request.dry_run or request.more["measure"]):
+    if gather and (request.typed or request.dry_run):
         raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
     config = None if gather else make_config(request)
     if config is None:

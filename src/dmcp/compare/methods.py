@@ -1,4 +1,4 @@
-"""The methods that `dmcp compare` knows, by name.
+"""The methods that `dmcp compare` knows, by name; uniform, random, dmcp and autoslim themselves.
 
 A method is a function find(problem, config, state) that returns a Choice; problem.py says what it gets. To add one,
 write it and give it a line in METHODS; to try one, leave it where it is and call it package.module:NAME.
@@ -6,35 +6,220 @@ write it and give it a line in METHODS; to try one, leave it where it is and cal
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.util
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dmcp.budget import Budget
-from dmcp.compare import amc, autoslim, baselines, magnitude, metapruning
-from dmcp.compare.baselines import NoConfig
-from dmcp.compare.problem import Choice, Prepared, Problem
+from dmcp import sampling
+from dmcp.batches import generator, input_of, size_of
+from dmcp.budget import Budget, check_reachable
+from dmcp.compare import magnitude
+from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
 from dmcp.errors import DmcpError, TrainingError
+from dmcp.exporting import blaming
+from dmcp.losses import classification_loss
 from dmcp.models import imported
+from dmcp.results import DMCP, UNIFORM
+from dmcp.runtime.distributed import current, mean_values
+from dmcp.runtime.engine import ResolvedEngine
+from dmcp.sampling import FILLED, random_widths
+from dmcp.searching.search import SEARCH, search
+from dmcp.searching.subnets import chains
+from dmcp.settings import Sampling, SearchConfig, setting
+from dmcp.supernet import Supernet
 
-GIVEN = "="  # begins the name of widths that somebody gives
+_RANDOM = 7  # what random numbers are for
 
 
-class Start(Enum):
-    """What a method starts from: the last argument of `find`, a state dict unless it says otherwise."""
+def find_uniform(problem: Problem, config: Settings) -> Choice:
+    """The uniform widths; no data is seen."""
+    widths = problem.uniform()
+    return Choice(widths=widths, kept=widths)
 
-    FRESH = "the model with fresh weights: no argument"
-    TRAINED = "the unpruned network, trained on all training images"
-    HELD_OUT = "the unpruned network, trained without the held-out images"
-    PREPARED = "what `prepare` has trained, once for all budgets"
-    SEARCHED = "the search of dmcp at the same budget: a SearchResult"
+
+def find_random(problem: Problem, config: Settings) -> Choice:
+    """The first of many random widths that use the budget; no data is seen."""
+    random = generator(problem.seed, _RANDOM)
+    bounds = (problem.min_widths, problem.align, FILLED, problem.max_widths)
+    widths = random_widths(problem.graph, problem.budget, random, *bounds)
+    return Choice(widths=widths, kept=widths)
+
+
+# DMCP
+
+
+@dataclass(frozen=True, kw_only=True)
+class DmcpConfig(Settings):
+    """Settings of a search inside a comparison."""
+
+    epochs: int = setting(30, "Passes over the data, the warm-up among them.", 1)
+    groups: int = setting(10, "Groups that each space is divided into.", 1)
+    lr_share: float = setting(0.5, "Of the recipe's learning rate: a step sums several gradients.", 1e-300)
+    more: Mapping[str, Any] = field(default_factory=dict, metadata={"help": "Other settings of SearchConfig, by name."})
+    hold_out: bool = setting(False, "The alphas learn from the held-out images, the weights from the others.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.search_config(budget="50%")
+
+    def search_config(self, **known: Any) -> SearchConfig:
+        """The whole settings of the search."""
+        return SearchConfig(**known | {"epochs": self.epochs, "groups": self.groups, **self.more})
+
+
+def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
+    """Search the alphas, then take the expected widths."""
+    recipe, loader = problem.recipe, problem.loader
+    reference = 1024 if recipe.reference_batch else samples_of(loader) // len(loader)  # else rates are never scaled
+    lr = config.lr_share * recipe.lr * reference / (recipe.reference_batch or reference)
+    settings = config.search_config(
+        budget=problem.budget,
+        align=problem.align,
+        lr=lr,
+        min_lr=lr / 10,
+        reference_batch=reference,
+        weight_decay=recipe.weight_decay,
+        label_smoothing=recipe.label_smoothing,
+        seed=problem.seed,
+    )
+    net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
+    if net.min_widths != problem.min_widths and not settings.min_channels:  # other groups than those of the comparison
+        settings = replace(settings, min_channels=dict(problem.min_widths))
+    if problem.max_widths and not settings.max_channels:
+        settings = replace(settings, max_channels=dict(problem.max_widths))
+    arch_loader = problem.held_out if config.hold_out else None
+    runtime = problem.runtime.stage(SEARCH)
+    found = search(net, loader, settings, arch_loader=arch_loader, task=problem.task, runtime=runtime)
+    widths = sampling.expected(replace(found, tolerance=FILLED))
+    trained = settings.epochs if settings.train_weights else settings.warmup_epochs
+    moved = settings.epochs - settings.warmup_epochs if settings.task_loss else 0
+    passes = samples_of(loader) * (trained * (2 + settings.subnets) + moved)
+    return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
+
+
+# AutoSlim: a slimmable network, narrowed where it hurts least
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoSlimConfig(Settings):
+    """Settings of AutoSlim."""
+
+    epochs: int = setting(40, "Passes over the data that train the slimmable network; the paper: 10 to 20 %.", 1)
+    groups: int = setting(10, "Groups that each space is divided into; one is dropped at a time.", 2)
+    subnets: int = setting(2, "Random sub-networks in each step, besides the largest and the smallest.", 0)
+    distill: bool = setting(True, "Sub-networks learn from the largest one instead of the labels.")
+    lr_share: float = setting(0.5, "Of the recipe's learning rate: a step sums several gradients.", 1e-300)
+    batches: int = setting(4, "Held-out batches that each trial is run on.", 1)
+    at_once: int = setting(1, "Spaces narrowed in one step; more are faster where there are very many.", 1)
+
+
+def prepare_autoslim(problem: Problem, config: AutoSlimConfig) -> Prepared:
+    """Train the slimmable network: one for all budgets."""
+    samples, recipe = samples_of(problem.loader), problem.recipe
+    net = Supernet(problem.model, problem.graph, config.groups, problem.align)
+    settings = SearchConfig(  # a search that trains weights only, by the recipe
+        budget=problem.graph.macs(problem.max_widths) if problem.max_widths else 1.0,  # the alphas stay anyway
+        groups=config.groups,
+        align=problem.align,
+        min_channels=dict(problem.min_widths),
+        max_channels=dict(problem.max_widths or {}),
+        epochs=config.epochs,
+        warmup=1 - 1 / config.epochs,  # a search wants one epoch for its alphas, which does nothing here
+        warmup_sampling=Sampling.UNIFORM,
+        sampling=Sampling.UNIFORM,
+        subnets=config.subnets,
+        distill=config.distill,
+        task_loss=False,
+        alpha_lr=0.0,
+        alpha_min_lr=0.0,
+        lr=config.lr_share * recipe.lr,
+        min_lr=config.lr_share * recipe.min_lr,
+        reference_batch=recipe.reference_batch or samples // len(problem.loader),
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        label_smoothing=recipe.label_smoothing,
+        seed=problem.seed,
+    )
+    search(net, problem.loader, settings, task=problem.task, runtime=problem.runtime.stage(CHOOSING))
+    state = {name: tensor.detach().clone() for name, tensor in net.model.state_dict().items()}
+    return Prepared(state=state, sample_passes=samples * config.epochs * (2 + config.subnets))
+
+
+def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
+    """Narrow the slimmable network, `state` of `prepare`, group by group, until it is inside the budget."""
+    graph = problem.graph
+    net = Supernet(loaded(problem, state), graph, config.groups, problem.align)
+    path = chains(net, min_channels=problem.min_widths, max_channels=problem.widest, align=problem.align)
+    borders = path.sizes.cumsum(dim=1).cpu()  # (S, G)
+    check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.max_widths)
+    slimmed, passes = _slim(net, borders, problem, config)
+    widths = problem.fit(slimmed)
+    return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
+
+
+@torch.no_grad()
+def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConfig) -> tuple[Tensor, int]:
+    """The first widths on the greedy way that are inside the budget, and the samples that were run. -> (S,)"""
+    widths, runs = problem.widest.tensor(), 0
+    share = problem.shares(widths[None])
+    with held_out_batches(problem, net.model, config.batches, problem.task.loss is None) as (batches, resolved):
+        losses = _losses(net, problem, batches, resolved)
+        while share > 1:
+            trials = _narrower(widths, borders)  # (C, S)
+            found = losses(torch.cat([widths[None], trials]))
+            harm = found[1:] - found[0]
+            if not harm.isfinite().any():
+                raise TrainingError("No trial has a finite loss: prepare the network with a smaller lr_share.")
+            chosen = trials[harm.nan_to_num(nan=torch.inf).argsort(stable=True)[: config.at_once]].cummin(dim=0).values
+            every = problem.shares(chosen)
+            place = min(int((every > 1).sum()), len(chosen) - 1)  # the first inside, or the last
+            widths, share = chosen[place], every[place]
+            runs += len(found)
+            problem.log({"trials": runs, "loss": found[0].item(), "spent": share.item()})
+    return widths, runs * sum(map(size_of, batches))
+
+
+def _narrower(widths: Tensor, borders: Tensor) -> Tensor:
+    """Every way to make one space one group narrower. (S,), (S, G) -> (C, S)"""
+    below = borders.masked_fill(borders >= widths[:, None], 0).amax(dim=1)  # zero for a space at its smallest
+    spaces = below.nonzero().squeeze(1)
+    trials = widths.repeat(len(spaces), 1)
+    trials[torch.arange(len(spaces)), spaces] = below[spaces]
+    return trials
+
+
+def _losses(
+    net: Supernet, problem: Problem, batches: list[Any], resolved: ResolvedEngine
+) -> Callable[[Tensor], Tensor]:
+    """What gives the held-out losses of sub-networks, (C, S) -> (C,) on the CPU."""
+    sizes = torch.tensor([float(size_of(batch)) for batch in batches])
+    weights = (sizes / sizes.sum()).to(resolved.device)
+    task = problem.task.loss or classification_loss()
+
+    def loss(batch: Any, gates: Tensor) -> Tensor:
+        with resolved.autocast():
+            return task(net(input_of(batch), gates), batch).float()
+
+    run = resolved.repeated(loss)
+
+    def losses(widths: Tensor) -> Tensor:
+        rows: list[Tensor] = []
+        for row in widths.to(resolved.device):  # nothing waits for the device until all trials are queued
+            gates = net.hard(row)
+            rows.append(torch.stack([run(batch, gates) for batch in batches]) @ weights)
+        return mean_values(torch.stack(rows), int(sizes.sum()), current()).cpu().double()
+
+    return losses
+
+
+# the table
 
 
 class Own(StrEnum):
@@ -49,83 +234,64 @@ class Own(StrEnum):
 class Method:
     """A method as a comparison sees it."""
 
-    find: Callable[..., Choice]
-    config: Callable[..., Any] = NoConfig  # its settings: a frozen dataclass with a default for each
-    start: Start = Start.FRESH
-    prepare: Callable[[Problem, Any], Prepared] | None = None
+    find: Callable[..., Choice]  # of a problem, the settings and, if there is one, the state dict that it starts from
+    config: Callable[..., Any] = Settings  # its settings: a frozen dataclass with a default for each
+    prepare: Callable[[Problem, Any], Prepared] | None = None  # trains what it starts from, once for all budgets
+    trained: bool = False  # whether it starts from the unpruned network, trained on all training images
     own: Own | None = None
     holds_out: bool = False  # whether it chooses by the held-out images, and must not train on them
     full: bool = False  # whether fine-tuning takes the whole recipe, not --finetune-epochs at a tenth of the rate
     one_ratio: bool = False  # whether its widths are those of uniform, and only the channels its own
-    users: bool = False  # whether it was imported by name
 
 
+PEER, GIVEN = "torch-pruning", "widths:"  # another package; begins the name of widths that somebody gives
 METHODS: dict[str, Method] = {
-    "uniform": Method(baselines.find_uniform),
-    "random": Method(baselines.find_random),
-    "uniform-slimmable": Method(baselines.find_uniform, own=Own.SLIMMABLE, one_ratio=True),
-    "l1": Method(magnitude.find_l1, magnitude.L1Config, Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
-    "l2": Method(magnitude.find_l2, start=Start.TRAINED, own=Own.FINETUNED, one_ratio=True),
+    UNIFORM: Method(find_uniform),
+    "random": Method(find_random),
+    "uniform-slimmable": Method(find_uniform, own=Own.SLIMMABLE, one_ratio=True),
+    "l1": Method(magnitude.find_l1, magnitude.L1Config, trained=True, own=Own.FINETUNED, one_ratio=True),
+    "l2": Method(
+        magnitude.find_l1, partial(magnitude.L1Config, power=2), trained=True, own=Own.FINETUNED, one_ratio=True
+    ),
     "slimming": Method(
-        magnitude.find_slimming, magnitude.SlimmingConfig, Start.PREPARED, magnitude.prepare, Own.FINETUNED, full=True
+        magnitude.find_slimming, magnitude.SlimmingConfig, magnitude.prepare_slimming, own=Own.FINETUNED, full=True
     ),
     "sfp": Method(magnitude.find_sfp, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
     "fpgm": Method(magnitude.find_fpgm, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
-    "autoslim": Method(
-        autoslim.find_autoslim, autoslim.AutoSlimConfig, Start.PREPARED, autoslim.prepare, Own.SLIMMABLE, holds_out=True
-    ),
-    "amc": Method(amc.find_amc, amc.AmcConfig, Start.HELD_OUT, own=Own.FINETUNED, holds_out=True),
-    "metapruning": Method(
-        metapruning.find_metapruning, metapruning.MetaPruningConfig, Start.PREPARED, metapruning.prepare, holds_out=True
-    ),
-    "dmcp": Method(baselines.find_dmcp, baselines.DmcpConfig, own=Own.SLIMMABLE),
-    "dmcp-direct": Method(baselines.find_direct, baselines.DirectConfig, Start.SEARCHED),
-}
-PEERS: dict[str, Method] = {  # packages of other people
-    "torch-pruning": Method(
-        baselines.find_torch_pruning, baselines.TorchPruningConfig, Start.TRAINED, own=Own.FINETUNED
-    ),
+    "autoslim": Method(find_autoslim, AutoSlimConfig, prepare_autoslim, own=Own.SLIMMABLE, holds_out=True),
+    DMCP: Method(find_dmcp, DmcpConfig, own=Own.SLIMMABLE),
+    PEER: Method(magnitude.find_torch_pruning, magnitude.TorchPruningConfig, trained=True, own=Own.FINETUNED),
 }
 
 
 def find_method(name: str) -> Method:
     """The method of this name: ours, another package's, one that is imported, or given widths."""
-    known = METHODS | PEERS
-    if name in known:
-        return known[name]
+    if name == PEER and importlib.util.find_spec("torch_pruning") is None:
+        raise DmcpError(f"{PEER} is not installed: pip install {PEER}, or take another method.")
+    if name in METHODS:
+        return METHODS[name]
     if name.startswith(GIVEN):
-        return Method(_take, GivenConfig)
+        return Method(_take, dict)
     if ":" in name:
-        return _imported(name)
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-    raise DmcpError(f"There is no method {name!r}: {hint}")
+        found = imported(*name.split(":", 1))
+        return found if isinstance(found, Method) else Method(lambda problem, config: found(problem))
+    near = difflib.get_close_matches(name.lower(), METHODS, n=1)
+    raise DmcpError(f"There is no method {name!r}: {f'did you mean {near[0]}?' if near else ', '.join(METHODS)}.")
 
 
 def title(name: str) -> str:
     """What a method is called in tables and folders: mypackage.mymodule:mine is mine."""
-    return name.removeprefix(GIVEN).rpartition(":")[2]
+    return name.rpartition(":")[2]
 
 
-def prepare(name: str, problem: Problem, config: Any) -> Prepared:
-    """The network that a method starts from at all budgets."""
-    make = find_method(name).prepare
-    assert make is not None
-    with _blamed(name):
-        prepared = make(problem, config)
-    if not isinstance(prepared, Prepared):
-        raise TrainingError(f"{name}: prepare must return a dmcp.compare.problem.Prepared, not {prepared!r:.80}.")
-    return prepared
-
-
-def choose(name: str, problem: Problem, config: Any, start: Any = None) -> Choice:
+def choose(name: str, problem: Problem, config: Any, state: Mapping[str, Tensor] | None = None) -> Choice:
     """What a method chooses; BudgetError where that is not what was asked for."""
     method = find_method(name)
-    with _blamed(name):
-        choice = method.find(problem, config, *(() if method.start is Start.FRESH else (start,)))
-    if method.users:
-        choice = _checked(name, method, problem, choice)
-    choice.check(problem)
+    with blaming(f"{name} failed", TrainingError):
+        choice = method.find(problem, config, *((state,) if method.trained or method.prepare else ()))
+        choice.check(problem)
+    if method.own in (Own.FINETUNED, Own.AS_TRAINED) and choice.model is None:
+        raise TrainingError(f"{name}: its own training needs Choice(model=...).")
     return choice
 
 
@@ -133,73 +299,13 @@ def choose_all(name: str, problem: Problem, budgets: Mapping[str, Budget]) -> di
     """What a method with its usual settings chooses for each budget; it starts from the weights of the model."""
     method = find_method(name)
     config = method.config()
-    state = prepare(name, problem, config).state if method.prepare else None
+    state = method.prepare(problem, config).state if method.prepare else None
     if len(budgets) > 1:  # their checkpoints would have one name
         problem = replace(problem, runtime=replace(problem.runtime, checkpointer=None))
     return {key: choose(name, replace(problem, budget=budget), config, state) for key, budget in budgets.items()}
 
 
-def check_installed(name: str) -> None:
-    """DmcpError for a method that is not there, or is of a package that is not installed."""
-    find_method(name)
-    if name in PEERS and importlib.util.find_spec(name.replace("-", "_")) is None:
-        raise DmcpError(f"{name} is not installed: pip install {name}, or take another method.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenConfig:
-    """Widths that somebody gives."""
-
-    widths: Mapping[str, int] = field(default_factory=dict)  # of spaces by name; the others keep all channels
-
-
-def _take(problem: Problem, config: GivenConfig) -> Choice:
-    widths = problem.graph.widths(config.widths)
+def _take(problem: Problem, given: Mapping[str, int]) -> Choice:
+    """Given widths; spaces that are not named keep all channels."""
+    widths = problem.graph.widths(given)
     return Choice(widths=widths, kept=widths)
-
-
-# methods of users
-
-
-def _imported(name: str) -> Method:
-    """A Method, or a function find(problem) that returns a Choice."""
-    module, _, rest = name.partition(":")
-    found = imported(module, rest)
-    if isinstance(found, Method) and (found.prepare or found.start is not Start.PREPARED):
-        return replace(found, one_ratio=False, users=True)
-    if callable(found) and not isinstance(found, type):
-        return Method(lambda problem, config: found(problem), users=True)
-    raise DmcpError(
-        f"{name}: give a Method (with prepare=, where it starts from that), or a function find(problem) -> Choice."
-    )
-
-
-@contextlib.contextmanager
-def _blamed(name: str) -> Iterator[None]:
-    """Errors of a user's method become one sentence that says whose they are, below the traceback."""
-    try:
-        yield
-    except (DmcpError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if not find_method(name).users:
-            raise
-        traceback.print_exc()
-        raise TrainingError(f"{name} failed: {type(error).__name__}: {error}") from error
-
-
-def _checked(name: str, method: Method, problem: Problem, choice: Any) -> Choice:
-    """The choice of a user's method; plain widths inside the budget are filled up, as our methods do."""
-    if not isinstance(choice, Choice) or (choice.model is None and method.own in (Own.FINETUNED, Own.AS_TRAINED)):
-        raise TrainingError(
-            f"{name}: return a dmcp.compare.problem.Choice, with model= where its own training needs it."
-        )
-    widths = problem.graph.widths(choice.widths)
-    if choice.model is None:
-        widths = problem.fit(widths.tensor()) if problem.shares(widths.tensor()[None]).item() <= 1 else widths
-        return replace(choice, widths=widths, kept=widths)
-    for space, width in widths.items():
-        kept = choice.kept.get(space, problem.graph.full[space])
-        if (kept if isinstance(kept, int) else len(kept)) != width:
-            raise TrainingError(f"{name}: its width of {space} is {width}, but it does not keep so many channels.")
-    return replace(choice, widths=widths)

@@ -1,11 +1,11 @@
-"""What a pruning method gets and gives back, and how methods judge sub-networks by held-out batches."""
+"""What a pruning method gets and gives back."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmcp.batches import Loader, check_parts, device_of, input_of, on_device, size_of, widest
+from dmcp.batches import Loader, device_of, on_device, size_of
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.errors import BudgetError, DataError, TrainingError
-from dmcp.exporting import blaming
-from dmcp.losses import LowerIsBetter, check_metric, measure, top1, whole_of
 from dmcp.modules import kept_modes, unwrap
-from dmcp.runtime.distributed import current, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, TOLERANCE, Options, fit, uniform
 from dmcp.settings import Engine, TrainConfig, check
@@ -30,8 +27,9 @@ from dmcp.widths import Widths
 CHOOSING = "choosing"  # the stage of what a method trains and tries; that of DMCP is called search
 
 
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a method; their ranges are checked when they are made."""
+    """Settings of a method, by themselves none; their ranges are checked when they are made."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -56,9 +54,6 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_reachable(self.budget, self.graph, self.min_widths, self.max_widths)
-        check_metric(self.task.metric, current())
-        if self.task.metric is not None and whole_of(self.task.metric) is not None:
-            check_parts(self.held_out, current())
 
     @property
     def widest(self) -> Widths:
@@ -104,40 +99,32 @@ class Choice:
     model: nn.Module | None = None  # unpruned network that the channels were chosen in; None: any weights will do
     sample_passes: int = 0  # samples run through a network for this choice, each sub-network counted, without `prepare`
 
-    def check(self, problem: Problem, tolerance: float = TOLERANCE) -> None:
+    def check(self, problem: Problem) -> None:
         """BudgetError for widths outside the budget or their bounds, or that leave more of it unused than they must."""
         share, reached = problem.shares(torch.stack([self.widths.tensor(), problem.uniform().tensor()])).tolist()
-        if not min(tolerance, reached) <= share <= 1:
+        if not min(TOLERANCE, reached) <= share <= 1:
             raise BudgetError(f"The widths cost {share:.1%} of the budget {problem.budget.text!r}.")
         for name, width in self.widths.items():
             low, high = problem.min_widths[name], problem.widest[name]
+            kept = self.kept.get(name, problem.graph.full[name])
             if not low <= width <= high:
                 raise BudgetError(f"The widths have {width} channels in {name}, where {low} to {high} are allowed.")
+            if (kept if isinstance(kept, int) else len(kept)) != width:
+                raise TrainingError(f"The width of {name} is {width}, but other than so many channels are kept.")
 
 
 def samples_of(loader: Loader) -> int:
     """Samples in a pass over a loader, a smaller last batch counted as a full one."""
     with torch.random.fork_rng([]):  # a loader that shuffles draws from it
-        for batch in loader:
-            return size_of(batch) * len(loader)
-    raise DataError("The loader has no batches: is the batch larger than the data?")
+        return size_of(next(iter(loader))) * len(loader)
 
 
 def loaded(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
     """A copy of the problem's model with these weights; None: with its own."""
     model = copy.deepcopy(unwrap(problem.model))
     if state is not None:
-        load(model, state)
-    return model
-
-
-def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a state dict; TrainingError for that of another network."""
-    with blaming("The state dict is that of another network", TrainingError):
         model.load_state_dict(dict(state))
-
-
-# judging sub-networks
+    return model
 
 
 @contextlib.contextmanager
@@ -159,39 +146,3 @@ def held_out_batches(
         if not batches:  # one sample alone has no batch statistics
             raise DataError("There is nothing to judge networks by: give held-out batches of two samples or more.")
         yield batches, resolved
-
-
-@contextlib.contextmanager
-def judging(
-    problem: Problem, model: nn.Module, forward: Callable[[Any, Tensor], Any], most: int | None
-) -> Iterator[tuple[Callable[[Sequence[Tensor]], list[float]], int]]:
-    """What gives the held-out metrics of sub-networks, and how many samples each of them sees.
-
-    forward: (input, gates or widths) -> output. There is one wait for the device, unless the metric is an object.
-    """
-    metric, world = problem.task.metric or top1, current()
-    whole, sign = whole_of(metric), -1 if isinstance(metric, LowerIsBetter) else 1  # scores grow with quality
-    plain = problem.task.metric is None and world.size == 1
-    with held_out_batches(problem, model, most, plain) as (batches, resolved):
-
-        def score(batch: Any, subnet: Tensor) -> tuple[Tensor, Any]:
-            assert callable(metric)
-            with resolved.autocast():
-                value, samples = metric(forward(input_of(batch), subnet), batch)
-            return value.to(widest(resolved.device)), samples
-
-        run = resolved.repeated(score)  # the sub-network is an input: one CUDA graph for all
-
-        @torch.no_grad()
-        def judge(subnets: Sequence[Tensor]) -> list[float]:
-            if whole is not None:
-                with resolved.autocast():
-                    pairs = (((forward(input_of(batch), it), batch) for batch in batches) for it in subnets)
-                    return [sign * measure(whole, each, world) for each in pairs]
-            found = [[run(batch, it) for batch in batches] for it in subnets]
-            sums = torch.stack([torch.stack([value for value, _ in row]).sum() for row in found])
-            count = sums.new_tensor([float(sum(samples for _, samples in found[0]))])
-            *totals, seen = sum_values(torch.cat([sums, count]), world).tolist()
-            return [sign * total / seen for total in totals]
-
-        yield judge, sum(map(size_of, batches))

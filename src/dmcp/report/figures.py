@@ -1,4 +1,4 @@
-"""All charts, drawn with matplotlib: those of a search, of the page, of a comparison."""
+"""All charts, drawn with matplotlib: those of a search (the paper's figures 6 and 7) and of the page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import math
 import os
 import re
-import statistics
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -167,35 +166,6 @@ def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> 
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: amount("macs", value))
     _in_percent(axes.yaxis)
-    return _with_legend(figure)
-
-
-Spread = Sequence[float] | None  # accuracies of several seeds
-
-
-@_style()
-def accuracy_by_method(panels: Mapping[str, Mapping[str, tuple[Spread, Spread]]], title: str) -> Figure:
-    """A panel for each budget: means and deviations of methods, trained by one recipe and in their own way."""
-    sizes, columns = [len(rows) for rows in panels.values()], min(2, len(panels))
-    tall = [1 + 0.3 * max(sizes[start : start + columns]) for start in range(0, len(sizes), columns)]
-    size = (3.8 * columns + 1.2, 0.8 + sum(tall))
-    figure, places = _panels(*size, len(tall), columns, len(panels), height_ratios=tall)
-    figure.suptitle(title, fontsize=11)
-    for axes, (budget, rows) in zip(places, panels.items(), strict=True):
-        best = {name: max(statistics.fmean(it) for it in pair if it) for name, pair in rows.items()}
-        order = sorted(best, key=best.__getitem__)
-        for number, (color, shape, label) in enumerate(((BLUE, "o", "same recipe"), (RED, "s", "its own training"))):
-            found = [(place, it) for place, name in enumerate(order) if (it := rows[name][number])]
-            if found:
-                means = [statistics.fmean(it) for _, it in found]
-                spread = [statistics.stdev(it) if len(it) > 1 else 0.0 for _, it in found]
-                heights = [place + 0.12 - 0.24 * number for place, _ in found]
-                axes.errorbar(means, heights, xerr=spread, fmt=shape, color=color, ms=5, capsize=2, lw=1, label=label)
-        axes.grid(axis="x")
-        axes.set_yticks(range(len(order)), order, fontsize=8)
-        axes.set(title=f"budget {budget}", xlabel="test accuracy", ylim=(-0.6, len(order) - 0.4))
-        axes.locator_params(axis="x", nbins=5)
-        _in_percent(axes.xaxis)
     return _with_legend(figure)
 
 

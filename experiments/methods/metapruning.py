@@ -1,4 +1,10 @@
-"""MetaPruning: weights computed from the widths, then evolution."""
+"""MetaPruning (Liu et al., 2019): weights computed from the widths, then evolution.
+
+    dmcp compare --model cifar:resnet20 --data cifar10 --methods uniform,experiments.methods.metapruning:metapruning
+
+Blocks start at zero around the model's weights; channels are gated, not cropped; all held-out images judge a network;
+BatchNorms are shared by all widths.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,8 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from dmcp.batches import Loader, batches_from, device_of, generator, input_of, labels_of, start_epoch
-from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, judging, load, samples_of
+from dmcp.compare.methods import Method
+from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, samples_of
 from dmcp.errors import TrainingError
 from dmcp.losses import MetricWarning
 from dmcp.modules import unwrap
@@ -25,6 +32,7 @@ from dmcp.settings import setting
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import train
+from experiments.methods.amc import judging
 
 _INIT, _WIDTHS, _EVOLUTION = 1, 2, 3  # what random numbers are for
 _WORST = -math.inf  # score of widths whose metric is no number
@@ -198,7 +206,7 @@ def find_metapruning(problem: Problem, config: MetaPruningConfig, state: Mapping
     """Breed widths inside the budget; without the state of a PruningNet, one is trained first."""
     prepared = prepare(problem, config) if state is None else Prepared(state=state)
     net = _pruning_net(problem, config)
-    load(net, prepared.state)
+    net.load_state_dict(dict(prepared.state))
     with judging(problem, net, net, config.batches) as (judge, samples):
 
         def scores_of(several: Sequence[Genes]) -> list[float]:
@@ -254,3 +262,6 @@ def cross(parents: Tensor, count: int, random: torch.Generator) -> Tensor:
     """Each width is that of one of two parents. (K, S) -> (count, S)"""
     one, other = parents[torch.randint(len(parents), (2, count), generator=random)]
     return torch.where(torch.rand(one.shape, generator=random) < 0.5, one, other)
+
+
+metapruning = Method(find_metapruning, MetaPruningConfig, prepare, holds_out=True)

@@ -1,27 +1,37 @@
-"""AMC: a reinforcement-learning agent chooses what to keep of each space."""
+"""AMC (He et al., 2018): a reinforcement-learning agent chooses what to keep of each space.
+
+    dmcp compare --model cifar:resnet20 --data cifar10 --methods uniform,dmcp,experiments.methods.amc:amc
+
+Steps are spaces, not layers; channels go by their L1 norm, without least squares; the noise schedule is ours.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp.batches import generator
+from dmcp.batches import generator, input_of, size_of, widest
 from dmcp.budget import check_reachable
-from dmcp.compare.problem import Choice, Problem, Settings, judging, loaded
+from dmcp.compare.methods import Method, Own
+from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
 from dmcp.errors import TrainingError
 from dmcp.importance import magnitude
+from dmcp.losses import LowerIsBetter, measure, top1, whole_of
 from dmcp.modules import narrow
+from dmcp.runtime.distributed import current, sum_values
 from dmcp.sampling import FILLED, fit
 from dmcp.settings import setting
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.training import train
 
 _SMALL = 3e-3  # weights of the last layers at the start: first actions are near the middle, first values near zero
 
@@ -149,6 +159,13 @@ class AmcConfig(Settings):
             raise TrainingError(f"last_noise must be at most noise ({self.noise}), not {self.last_noise}.")
 
 
+def prepare(problem: Problem, config: AmcConfig) -> Prepared:
+    """Train the unpruned network without the held-out images: one for all budgets."""
+    model = loaded(problem, None)
+    train(model, problem.loader, problem.recipe, task=problem.task, runtime=problem.runtime.stage(CHOOSING))
+    return Prepared(state=model.state_dict(), sample_passes=problem.recipe.epochs * samples_of(problem.loader))
+
+
 def find_amc(problem: Problem, config: AmcConfig | None = None, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Search widths for a trained network: `state` is its state dict (None: the model is trained already).
 
@@ -240,3 +257,45 @@ def _features(graph: ChannelGraph) -> Tensor:
         rows.append([number, space.size, len(own), macs, params, math.log1p(macs / max(1, params))])
     table = torch.tensor(rows, dtype=torch.float64)
     return table / table.amax(dim=0).clamp(min=1e-9)
+
+
+# judging sub-networks
+
+
+@contextlib.contextmanager
+def judging(
+    problem: Problem, model: nn.Module, forward: Callable[[Any, Tensor], Any], most: int | None
+) -> Iterator[tuple[Callable[[Sequence[Tensor]], list[float]], int]]:
+    """What gives the held-out metrics of sub-networks, and how many samples each of them sees.
+
+    forward: (input, gates or widths) -> output. There is one wait for the device, unless the metric is an object.
+    """
+    metric, world = problem.task.metric or top1, current()
+    whole, sign = whole_of(metric), -1 if isinstance(metric, LowerIsBetter) else 1  # scores grow with quality
+    plain = problem.task.metric is None and world.size == 1
+    with held_out_batches(problem, model, most, plain) as (batches, resolved):
+
+        def score(batch: Any, subnet: Tensor) -> tuple[Tensor, Any]:
+            assert callable(metric)
+            with resolved.autocast():
+                value, samples = metric(forward(input_of(batch), subnet), batch)
+            return value.to(widest(resolved.device)), samples
+
+        run = resolved.repeated(score)  # the sub-network is an input: one CUDA graph for all
+
+        @torch.no_grad()
+        def judge(subnets: Sequence[Tensor]) -> list[float]:
+            if whole is not None:
+                with resolved.autocast():
+                    pairs = (((forward(input_of(batch), it), batch) for batch in batches) for it in subnets)
+                    return [sign * measure(whole, each, world) for each in pairs]
+            found = [[run(batch, it) for batch in batches] for it in subnets]
+            sums = torch.stack([torch.stack([value for value, _ in row]).sum() for row in found])
+            count = sums.new_tensor([float(sum(samples for _, samples in found[0]))])
+            *totals, seen = sum_values(torch.cat([sums, count]), world).tolist()
+            return [sign * total / seen for total in totals]
+
+        yield judge, sum(map(size_of, batches))
+
+
+amc = Method(find_amc, AmcConfig, prepare, own=Own.FINETUNED, holds_out=True)
