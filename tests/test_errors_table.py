@@ -48,20 +48,15 @@ MISTAKES = {
         inspect resnet18 --model-args depth=3
         inspect resnet18 --input 224,224
         prune --model digits:resnet
-        search DIGITS --budget 50% --budget 30%
         prune DIGITS --method l11
-        prune DIGITS --no-train --retrain scratch
-        sample run --budget 50% --budget 30%
         search DIGITS --min-channels layer1=few
         train DIGITS --seed 99999999999999999999
         train DIGITS --device tpu9
-        prune DIGITS --teacher none --kd-weight 0.9
         prune --recipe imagenet_resnet50_1100 --data photos
         prune DIGITS --weights three-classes.pth --teacher given
         prune --resume half --budget 40%
         train --resume half
         prune --resume half --seeds 2
-        export run --out net.pt2 --tolerance 2
         compare --data digits
         compare DIGITS --methods uniform,slimmning
         compare DIGITS --set amc.episods=5
@@ -90,7 +85,6 @@ MISTAKES = {
         search --model cifar:resnet20 --data broken-photos FILES --workers 0
         prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --seeds 2
         prune --model cifar:resnet20 --data cut-photos FILES --workers 0 --dry-run
-        data photos --input 1x32x32
         prune --model resnet18 --data photos --input 1x32x32
         prune --model digits:resnet --data broken-shards
         prune --model digits:resnet --data no-test
@@ -119,7 +113,6 @@ MISTAKES = {
         compare DIGITS --budget 50% --budget 0.5%
     """,
     "WidthsError": """
-        latency --model digits:resnet --align 1000
         prune DIGITS --min-channels conv1=99
         search DIGITS --weights wide.pth
         prune DIGITS --teacher three-classes.pth
@@ -131,6 +124,7 @@ MISTAKES = {
         search DIGITS --search-epochs 1 --warmup 0.9
         train DIGITS --lr -1
         prune DIGITS --teacher unpruned --kd-weight 1.5
+        prune DIGITS --teacher none --kd-weight 0.5
         compare --model mytable_net:pixels --data digits
         compare DIGITS --set amc.episodes=0
     """,
@@ -142,7 +136,6 @@ MISTAKES = {
         train DIGITS --widths nowhere.json
         train DIGITS --widths list.json
         prune DIGITS --out run
-        prune DIGITS --out note.txt
         prune --resume empty
         prune --resume run
         prune --resume foreign
@@ -157,10 +150,13 @@ MISTAKES = {
         export damaged --out net.pt2
         export run --out net.pt
         export run --out nowhere/net.pt2
-        runs nowhere
         report run empty
-        report run --out empty
         compare DIGITS --methods uniform --out note.txt
+    """,
+    "OSError": """
+        prune DIGITS --out note.txt
+        runs nowhere
+        report run --out empty
     """,
 }
 CASES = [(kind, line.strip()) for kind, lines in MISTAKES.items() for line in lines.strip().splitlines()]
@@ -265,13 +261,14 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     if "timm:" in typed:
         pytest.importorskip("timm")
     seen: list[Exception] = []
-    fail = main._fail
-    monkeypatch.setattr(main, "_fail", lambda error, *more: seen.append(error) or fail(error, *more))
+    tell = main._tell
+    monkeypatch.setattr(main, "_tell", lambda error, *more: seen.append(error) or tell(error, *more))
     before = contents(here)
     capfd.readouterr()
     code = command(*shlex.split(typed.replace("DIGITS", DIGITS).replace("FILES", FILES)))
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and err.startswith("dmcp: ") and len(err.splitlines()) == 1, err
     (error,) = seen
-    assert isinstance(error, main._UsageError) if kind == "UsageError" else type(error).__name__ == kind
+    kinds = {"UsageError": main._UsageError, "OSError": OSError}
+    assert isinstance(error, kinds[kind]) if kind in kinds else type(error).__name__ == kind
     assert contents(here) == before  # refused before anything is written

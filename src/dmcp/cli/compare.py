@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from dmcp.cli import launch, session
+from dmcp.cli import session
 from dmcp.cli.config import Request, RunConfig, argument
-from dmcp.cli.job import Job, open_job, place_of
+from dmcp.cli.job import Job, place_of
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS
 from dmcp.compare.runner import PAGE, PlannedRun, write_table
@@ -53,14 +53,12 @@ def compare(config: RunConfig, request: Request) -> None:
         scratch=more["scratch"] is not False,
         unpruned=more["unpruned"] is not False,
     )
-    job, place = open_job(replace(config, device="cpu")), place_of(config)
-    session.check_job(job, config)
+    job, place = session.open_checked(replace(config, device="cpu")), place_of(config)
     inputs = _inputs(job, place)
     runs = runner.plan(comparison, inputs)
     folder = Path(
         request.out or f"runs/{slug(f'compare {config.model} {Path(config.data).name}')}"
     )  # the same each time
-    session.log_notes(job, config)
     if request.dry_run:
         _list_planned(runs, folder, request.as_json)
         return
@@ -71,16 +69,16 @@ def compare(config: RunConfig, request: Request) -> None:
         for it in left:
             words = ("compare-run", str(folder / runner.PLANS / f"{it.name}.json"), str(folder / it.name))
             needs = (it.uses,) if it.uses in names else ()
-            commands.append(launch.Command(it.name, (*launch.COMMAND, *words), needs))
+            commands.append(session.Command(it.name, words, needs))
         how: dict[str, Any] = {"at_once": more["at_once"], "quiet": request.quiet, "total": len(runs)}
-        ended = launch.run_side_by_side(commands, folder / runner.OUTPUT, place, **how)
-        return {end.command.name: end.describe() for end in ended if end.code != 0}
+        return session.run_side_by_side(commands, folder / runner.OUTPUT, place, **how)
 
     failed = runner.run(runs, folder, start)
     if found := write_table(folder, runs, inputs, more["measure"]):
         _print(found, folder, request.as_json)
     if failed:
-        listed = "; ".join([*failed.values()][:3]) + ("; ..." if len(failed) > 3 else "")
+        listed = "; ".join([f"{name}: {reason}" for name, reason in failed.items()][:3])
+        listed += "; ..." if len(failed) > 3 else ""
         raise DmcpError(f"{len(failed)} runs failed, the same command starts only them again: {listed}")
 
 
@@ -100,7 +98,7 @@ def compare_run(settings: Path, folder: Path) -> None:
     place = {"resume": str(folder)} if runner.is_begun(folder) else {"out": str(folder)}
     request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
-        with session.session(config, request, whole=False) as here:
+        with session.session(config, request) as here:
             runner.OneRun(it, _inputs(here.job, place_of(config)), Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None

@@ -9,8 +9,6 @@ import ast
 import contextlib
 import difflib
 import inspect
-import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -41,7 +39,6 @@ from dmcp.settings import (
 )
 
 GIVEN = "given"  # the teacher that is the network of --weights
-_CHANNELS = re.compile("0*[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,14 +195,10 @@ def make_config(request: Request) -> RunConfig:
     for name in ("model", "data"):
         if not getattr(config, name):
             raise DmcpError(f"--{name} is missing: dmcp {request.command} --help says what it can be.")
-    _check_teacher(config, typed)
-    useless = {
-        f"--method {config.method}": () if config.method == "dmcp" else (*_SEARCHED, "search_images"),
-        "--no-train": ("epochs", "lr") if config.retrain is Retrain.NONE else (),
-    }
-    for why, names in useless.items():
-        if wrong := [f"--{name.replace('_', '-')}" for name in names if name in typed]:
-            raise DmcpError(f"{', '.join(wrong)} changes nothing with {why}: leave it out.")
+    if config.teacher == GIVEN and not config.weights:
+        raise DmcpError("--teacher given is the network of --weights, which are missing: give them.")
+    if config.teacher_model and config.teacher in ("", AUTO, GIVEN, UNPRUNED):
+        raise DmcpError("--teacher-model needs a file of its weights: name it with --teacher.")
     return config
 
 
@@ -218,14 +211,13 @@ def settle(
     batch, reason = default_batch(images, macs)
     batch = typed.get("batch", batch)
     usual = defaults("50%", config.retrain, trained=trained, images=images, batch=batch)
-    searches = config.search is not None and config.method == "dmcp"
-    trains = config.train is not None and config.retrain is not Retrain.NONE
+    searches, trains = config.search and config.method == "dmcp", config.retrain is not Retrain.NONE
     known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr"))}
     why = {"batch": (batch, reason), **usual.why}
     texts = {name: f"{value}: {reason}" for name, (value, reason) in why.items() if name not in known}
     few = usual.search_images if searches and "search_epochs" not in typed else 0
-    search, train = config.search and usual.search, config.train and usual.train
-    return _apply(replace(config, batch=batch, search_images=few, search=search, train=train), typed), texts
+    search = config.search and usual.search
+    return _apply(replace(config, batch=batch, search_images=few, search=search, train=usual.train), typed), texts
 
 
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
@@ -246,13 +238,9 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
             search=default_search("50%", trained),
             train=default_training(retrain, trained),
         )
-    return replace(
-        config,
-        command=command,
-        search=config.search if command != "train" else None,
-        train=config.train if command != "search" else None,
-        retrain=config.retrain if command != "search" else Retrain.SCRATCH,
-    )
+    if command == "search":  # which is prune without its training
+        config = replace(config, retrain=Retrain.NONE)
+    return replace(config, command=command, search=config.search if command != "train" else None)
 
 
 def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
@@ -293,14 +281,6 @@ def _places(name: str) -> tuple[tuple[str, str], ...]:
     return (next((part, name) for part, kind in _PARTS.items() if name in kind.__dataclass_fields__),)
 
 
-def _value(config: RunConfig, name: str) -> Any:
-    """What an option is set to; None where the command has no such part."""
-    if name == "budget" and config.budgets:
-        return " and ".join(config.budgets)
-    found = [getattr(getattr(config, part) if part else config, place, None) for part, place in _places(name)]
-    return next((value for value in found if value is not None), None)
-
-
 _RENEWABLE = ("workers", "corrupt")  # how files are read may change while a run goes on
 
 
@@ -309,19 +289,13 @@ def _resumed(request: Request) -> RunConfig:
     folder = Path(request.resume)
     _, config = read_config(folder)
     if config.command != request.command:
-        raise DmcpError(
-            f"{folder} is a run of dmcp {config.command}: go on with dmcp {config.command} --resume "
-            f"{shlex.quote(str(folder))}"
-        )
-    wanted = _apply(config, request.typed)
-    changed = [
-        f"--{name.replace('_', '-')} was {_value(config, name)}, is {_value(wanted, name)}"
-        for name in sorted(set(request.typed).difference(_RENEWABLE))
-        if _value(config, name) != _value(wanted, name)
-    ]
-    if changed:
-        raise DmcpError(f"{folder} goes on with the settings it began with, leave these out: {'; '.join(changed)}.")
-    return replace(config, **{name: getattr(wanted, name) for name in _RENEWABLE})
+        raise DmcpError(f"{folder} is a run of dmcp {config.command}: go on with that command.")
+    renewed = {name: value for name, value in request.typed.items() if name in _RENEWABLE}
+    others = {name: value for name, value in request.typed.items() if name not in _RENEWABLE}
+    if changed := [name for name, value in others.items() if _apply(config, {name: value}) != config]:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        raise DmcpError(f"{folder} goes on with the settings it began with: leave {words} out.")
+    return _apply(config, renewed)
 
 
 def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
@@ -332,34 +306,11 @@ def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
     return stored, config_from_json(stored, run / SETTINGS)
 
 
-def _check_teacher(config: RunConfig, typed: Mapping[str, Any]) -> None:
-    """Refuse options about a teacher where nobody would learn from one."""
-    name, alone = config.teacher, config.command == "train" and not config.widths
-    for wrong, mistake in (
-        (
-            name not in ("", AUTO) and config.retrain is Retrain.SLIMMABLE,
-            "--teacher: with --retrain slimmable the unpruned one teaches",
-        ),
-        (name == GIVEN and not config.weights, "--teacher given is the network of --weights, which are missing"),
-        (
-            config.teacher_model and name in ("", AUTO, GIVEN, UNPRUNED),
-            "--teacher-model needs --teacher, a file of weights",
-        ),
-        (config.teacher_model_args and not config.teacher_model, "--teacher-model-args need --teacher-model"),
-        (not name and {"kd_weight", "kd_temperature"} & typed.keys(), "--kd-weight, --kd-temperature need --teacher"),
-        (name == UNPRUNED and alone, "--teacher unpruned: the unpruned network would teach itself"),
-    ):
-        if wrong:
-            raise DmcpError(f"{mistake}: see dmcp {config.command} --help.")
-    for text in config.teacher_model_args:
-        argument(text, "--teacher-model-args")
-
-
-def argument(text: str, option: str = "--model-args") -> tuple[str, Any]:
-    """One k=v of an option; the value is a number, bool, None, tuple or list where it reads as one, else text."""
+def argument(text: str) -> tuple[str, Any]:
+    """One k=v of --model-args; the value is a number, bool, None, tuple or list where it reads as one, else text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise DmcpError(f"{option}: {text!r} is not of the form name=value, like width_mult=1.5.")
+        raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
     with contextlib.suppress(ValueError, SyntaxError):
@@ -371,11 +322,9 @@ def read_bound(option: str, texts: Iterable[str]) -> Bound:
     """8 and layer1=12 as the settings of a search have them."""
     word, numbers = option.replace("_", "-"), dict[str, int]()
     for text in texts:
-        name, sign, number = text.rpartition("=")
-        if not _CHANNELS.fullmatch(number) or (sign and not name):
+        name, _, number = text.rpartition("=")
+        if not number.isdecimal():
             raise DmcpError(f"--{word} {text}: write --{word} 8, or --{word} layer1=8 for a module or space.")
-        if name in numbers:
-            raise DmcpError(f"--{word}{f' for {name}' if name else ''} is given twice: give one.")
         numbers[name] = int(number)
     return numbers[""] if numbers.keys() == {""} else numbers
 
@@ -403,14 +352,13 @@ _GROUPS = {
         *("teacher_model", "teacher_model_args", "kd_weight", "kd_temperature"),
     ),
     "Batches and device": ("batch", "train_batch", "workers", "corrupt", "device", *_ENGINE),
-    "Run": ("out", "resume", "seeds", "save_steps", "save_minutes", "track", "dry_run", "quiet", "json", "debug"),
+    "Run": ("out", "resume", "seeds", "save_steps", "save_minutes", "track", "dry_run", "quiet", "json"),
 }
 _SEARCH_ONLY = {*_GROUPS["Latency"], *_GROUPS["Search"], "recipe"}
 _SEARCHED = ("search_epochs", "search_lr", "warmup")  # chosen settings that only our search needs
 _WITHOUT = {
     "prune": {"widths"},
-    "search": {*_GROUPS["Training"], "method", "train_batch", "pad", "seeds", "dry_run"}
-    - {"weight_decay", "label_smoothing"},
+    "search": {*_GROUPS["Training"], "method", "train_batch", "seeds", "dry_run"} - {"weight_decay", "label_smoothing"},
     "train": {*_SEARCH_ONLY, *_GROUPS["Budget"], "no_train", "baselines", "train_batch", "seeds", "dry_run"},
     "compare": {
         *(*_SEARCH_ONLY, *_GROUPS["Training"], "weights", "train_batch", "workers", "corrupt", "channels_last", "tf32"),
@@ -418,13 +366,8 @@ _WITHOUT = {
     }
     - {"lr", "weight_decay", "label_smoothing"},
 }
-_DEFAULTS = {  # of settings that depend on others
-    "epochs": "100, or 20 to fine-tune --weights; more for tiny data",
-    "search_epochs": "40, with --weights about 50,000 images; more for tiny data",
-    "search_images": "all; with --weights about 50,000 of more images",
-    "batch": "128; 64 for large networks, less for tiny data",
-    "search_lr": "0.2 at a batch of 1024, or 0.04 with --weights",
-    "warmup": "0.5, or 0 with --weights",
+_CHOSEN = ("epochs", "lr", "search_epochs", "search_images", "search_lr", "warmup", "batch")  # see `settle`
+_DEFAULTS = dict.fromkeys(_CHOSEN, "what suits network and data: see --dry-run") | {
     "retrain": "finetune; of train without --weights: scratch",
     "teacher": "auto of prune, else none",
     "budget": "50%",
@@ -436,7 +379,7 @@ _TYPES: Mapping[str, Any] = {
     "bool": bool,
     "tuple[str, ...]": list[str],
     "Bound": list[str],
-    "int | float | str | Budget": str,
+    "int | float | str | Budget": list[str],
 }
 _OTHERS: dict[str, tuple[Any, Any, str]] = {  # options that are no settings: type, default, help
     "out": (str, "", "Folder of the run; default: a new one in runs/."),
@@ -446,7 +389,6 @@ _OTHERS: dict[str, tuple[Any, Any, str]] = {  # options that are no settings: ty
     "no_train": (bool, False, "Stop at the cut networks with calibrated BatchNorms, and test them: --retrain none."),
     "quiet": (bool, False, "No progress, only the result."),
     "json": (bool, False, "Print plain data instead of text."),
-    "debug": (bool, False, "Show where in the code a mistake was found."),
 }
 _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
     "budget": (list[str] | None, None, "50%, 211M, params:2M; repeatable. Default: 50%."),
@@ -466,9 +408,7 @@ _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
 }
 
 
-def _option(
-    name: str, group: str, others: Mapping[str, tuple[Any, Any, str]], several: bool = False
-) -> inspect.Parameter:
+def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -> inspect.Parameter:
     """An option of a command: a setting of the tree, None unless it is typed, or one of the others."""
     words: dict[str, Any] = {"rich_help_panel": group, "show_default": False}
     if name in others:
@@ -477,13 +417,11 @@ def _option(
     else:
         part, place = _places(name)[0]
         it = _PARTS[part].__dataclass_fields__[place]
-        more, written, usual, default = "", str(it.type).removesuffix(" | None"), it.default, None
+        written, usual, default = str(it.type).removesuffix(" | None"), it.default, None
         kind = (_TYPES.get(written) or getattr(settings, written)) | None
         shown = isinstance(usual, str | int | float) and usual not in ("", 0)  # False is 0
-        if name == "budget" and several:
-            kind, more = list[str] | None, " Given several times: one search, and a network for each."
         told = _DEFAULTS.get(name) or (str(usual) if shown else "")
-        words["help"] = it.metadata["help"] + more + (f" Default: {told}." if told else "")
+        words["help"] = it.metadata["help"] + (f" Default: {told}." if told else "")
         if written == "Bound":
             words["metavar"] = "[NAME=]N"
         if name in ("model", "teacher_model"):
@@ -502,10 +440,7 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
     own = _COMPARE if command == "compare" else {}
 
     def typed(**values: Any) -> None:
-        values.pop("debug")
         if values.pop("no_train", False):
-            if values["retrain"] not in (None, Retrain.NONE):
-                raise DmcpError(f"--no-train and --retrain {values['retrain']} contradict each other: leave one out.")
             values["retrain"] = Retrain.NONE
         others = {name: values.pop(name) for name in [*values] if name in Request.__dataclass_fields__}
         more = {name: values.pop(name) for name in own if name in values}
@@ -514,7 +449,7 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
 
     listed = {name: group for group, names in _GROUPS.items() for name in names if name not in _WITHOUT[command]}
     groups = listed | dict.fromkeys(own, "Comparison")
-    parameters = [_option(name, group, _OTHERS | own, command == "prune") for name, group in groups.items()]
+    parameters = [_option(name, group, _OTHERS | own) for name, group in groups.items()]
     typed.__name__, typed.__doc__ = command, run.__doc__
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__annotations__ = {it.name: it.annotation for it in parameters}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.losses import check_range
 from dmcp.modules import kept_modes
-from dmcp.preflight import check_dtype
 from dmcp.progress import phase
 from dmcp.pruning import Loaders
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
@@ -37,12 +35,10 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 from dmcp.units import by
 
-_MOST_NUMBERS = 2**31  # in one sample
 _ENLARGED = 1.5  # times by which images may grow without a word
-Replaced = Mapping[str, set[str]]  # train and test: image files that could not be read, and were replaced by others
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
     """The network of a run, its data, and both known to fit."""
 
@@ -52,17 +48,18 @@ class Job:
     data: DataSets
     loaders: Loaders
     test: Loader
-    notes: tuple[str, ...] = ()  # what a person may not know: a sentence each
-    teacher: nn.Module | None = None  # the model itself, or another network for the same classes
-    new_head: bool = False  # the last layer of a trained model is fresh: the original is not tested
-    config: RunConfig = RunConfig()  # all settings, those that nobody typed chosen for network and data
-    reasons: Mapping[str, str] = field(default_factory=dict)  # of these: value and why, by option
+    notes: tuple[str, ...]  # what a person may not know: a sentence each
+    teacher: nn.Module | None  # the model itself, or another network for the same classes
+    new_head: bool  # the last layer of a trained model is fresh: the original is not tested
+    config: RunConfig  # all settings, those that nobody typed chosen for network and data
+    reasons: Mapping[str, str]  # of these: value and why, by option
 
     @property
-    def replaced(self) -> Replaced:
-        """Image files that could not be read so far, and in whose place others were taken."""
+    def replaced(self) -> dict[str, list[str]]:
+        """Image files of train and test that could not be read so far, and in whose place others were taken."""
         parts = {"train": (self.loaders.search, self.loaders.arch, self.loaders.train), "test": (self.test,)}
-        return {part: {path for it in some for path in getattr(it, "skipped", ())} for part, some in parts.items()}
+        found = {part: {path for it in some for path in getattr(it, "skipped", ())} for part, some in parts.items()}
+        return {part: sorted(files) for part, files in found.items()}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -84,7 +81,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     fresh = build(config, data.classes)
     data = sized(data, config.data, config.input, models.sample_shape(fresh))
     found = usual_size(data.train) if isinstance(data.train, FolderSet) and not config.input else None
-    outputs = check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if found else "")
+    check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if found else "")
     model, new_head = fresh, ""
     if config.weights:
         model = build(config, data.classes)
@@ -92,23 +89,31 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
         fresh = with_frozen(fresh, model)
     teacher = _teacher(config, model, data, bool(new_head))
     graph = trace_job(config, model, data.shape)
-    config, reasons = (
-        (config, {})
-        if typed is None
-        else settle(config, typed, len(data.train), graph.macs(), bool(config.weights and not new_head))
-    )
+    reasons: Mapping[str, str] = {}
+    if typed is not None:
+        trained = bool(config.weights and not new_head)
+        config, reasons = settle(config, typed, len(data.train), graph.macs(), trained)
     train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
     loaders, test = _loaders(config, train, held, data, place)
     notes = [new_head, swapped(len(data.train), len(data.test), isinstance(data.train, FolderSet))]
-    if outputs > data.classes:
-        notes.append(f"The network has {outputs} outputs, the data {data.classes} classes: is num_classes meant?")
     if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:
         larger = f"The images are about {by(found)} and are enlarged to {by(data.shape[1:])}"
         notes.append(f"{larger}: give --input 3x{by(found)} to train at their size.")
-    notes += [*_left_out(config, len(train)), *graph.notes]
+    notes += graph.notes
     model, fresh, teacher = model.to(place), fresh.to(place), None if teacher is None else teacher.to(place)
-    told, head = tuple(filter(None, notes)), bool(new_head)
-    return Job(model, fresh, graph, data, loaders, test, told, teacher, head, config, reasons)
+    return Job(
+        model=model,
+        fresh=fresh,
+        graph=graph,
+        data=data,
+        loaders=loaders,
+        test=test,
+        notes=tuple(filter(None, notes)),
+        teacher=teacher,
+        new_head=bool(new_head),
+        config=config,
+        reasons=reasons,
+    )
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -117,10 +122,8 @@ def place_of(config: RunConfig) -> torch.device:
     if name == "cuda" and (world := current()).size > 1:
         name = f"cuda:{world.local}"
     try:
-        one = torch.zeros(1, device=name)
-        one.item()  # some devices only pretend to compute
-        return one.device
-    except (RuntimeError, AssertionError, ImportError) as error:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): write --device cpu.") from None
 
@@ -143,10 +146,7 @@ def _takes_classes(name: str) -> bool:
     library, colon, _ = name.partition(":")
     if not colon or library == "timm" or library in models.NETS:
         return True
-    try:
-        return "num_classes" in inspect.signature(models.find(name)).parameters
-    except (TypeError, ValueError):  # a builder written in C has no signature
-        return False
+    return "num_classes" in inspect.signature(models.find(name)).parameters
 
 
 def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
@@ -164,8 +164,7 @@ def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool
     if config.teacher == GIVEN:
         if new_head:
             raise DmcpError(
-                "--teacher given: its last layer starts fresh, since --weights are for other classes: train it first, "
-                "or name a file of the teacher's weights."
+                "--teacher given: its last layer is fresh, as --weights are for other classes: train it first."
             )
         return model
     if config.teacher_model:
@@ -192,10 +191,7 @@ def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> st
     if odd or (wrong and not new_head):
         name = (wrong or odd)[0]
         there, here = (by(it[name].shape) if name in it else "not there" for it in (tensors, own))
-        raise WidthsError(
-            f"{path}: these are the weights of another network, or of one for other classes: {name} is {there} in the "
-            f"file, {here} in the network."
-        )
+        raise WidthsError(f"{path}: weights of another network: {name} is {there} in the file, {here} in the network.")
     model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in wrong}, strict=False)
     if not wrong:
         return ""
@@ -230,10 +226,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def shape(text: str) -> tuple[int, ...]:
     """3x224x224 as numbers."""
-    sizes = tuple(map(int, text.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) else ()
-    if not sizes or math.prod(sizes) > _MOST_NUMBERS:
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,3}", text):
         raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
-    return sizes
+    return tuple(map(int, text.split("x")))
 
 
 def sized(data: DataSets, name: str, text: str, usual: tuple[int, ...] = ()) -> DataSets:
@@ -249,32 +244,18 @@ def sized(data: DataSets, name: str, text: str, usual: tuple[int, ...] = ()) -> 
     return replace(data, train=train, test=test, shape=train.shape)
 
 
-def check_fit(model: nn.Module, data: DataSets, more: str = "") -> int:
-    """Refuse images and labels that the model cannot take; for how many classes it is, 0 if its output does not say."""
+def check_fit(model: nn.Module, data: DataSets, more: str = "") -> None:
+    """Refuse images and labels that the model cannot take."""
     example = torch.zeros(2, *data.shape, device=device_of(model))
     try:
         with torch.no_grad(), kept_modes(model):
             output = model.eval()(example)
     except Exception as error:
-        check_dtype(model, example)
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"The network cannot take images of {by(data.shape)}{more}: {reason}") from error
-    outputs = output.shape[1] if isinstance(output, Tensor) and output.ndim >= 2 else 0
-    for part in (data.train, data.test) if outputs else ():
-        check_range(part.labels, outputs)
-    return outputs
-
-
-def _left_out(config: RunConfig, count: int) -> Iterator[str]:
-    """Name batches that leave many of so many images out of each epoch, since every batch is a full one."""
-    retrain = config.train_batch if config.train_batch != config.batch else 0
-    for option, batch in (("--batch", config.batch), ("--train-batch", retrain)):
-        if batch and (left := count % batch) > count / 10:
-            better = count // (count // batch + 1)  # one more step, and as good as nothing left
-            yield (
-                f"With batches of {batch}, {left} of {count} training images are left out of each epoch: "
-                f"lower {option} to {better}."
-            )
+    if isinstance(output, Tensor) and output.ndim >= 2:
+        for part in (data.train, data.test):
+            check_range(part.labels, output.shape[1])
 
 
 def _loaders(
@@ -299,8 +280,7 @@ def _loaders(
     return Loaders(search=first, arch=arch, train=retrain), make(data.test, config.batch, False)
 
 
-def check_names(run: Path, config: RunConfig, *needed: str) -> None:
-    """Refuse a run whose files are not where its settings say, as seen from this folder."""
-    for name in (getattr(config, kind) for kind in needed):
-        if name not in ("", AUTO, GIVEN, UNPRUNED, *DATA) and not Path(name).exists():
-            raise FileError(f"{run}: there is no {name!r} here: type the command in the folder where the run began.")
+def check_data_is_here(run: Path, config: RunConfig) -> None:
+    """Refuse a run whose data are not where its settings say, as seen from this folder."""
+    if config.data not in DATA and not Path(config.data).exists():
+        raise FileError(f"{run}: there is no {config.data!r} here: type the command in the folder where the run began.")

@@ -1,4 +1,4 @@
-"""One command at work: ranks, run folder, signals, progress, and what is printed at the end."""
+"""One command at work: ranks, run folder, signals, processes side by side, and what is printed at the end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +26,34 @@ from dmcp import __version__, progress
 from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.cli.config import Request, RunConfig
-from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
+from dmcp.cli.job import Job, check_data_is_here, open_job
 from dmcp.data.check import no_images
-from dmcp.data.datasets import FolderSet, finds_all, preprocessing
+from dmcp.data.datasets import FolderSet, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.report.trackers import Tracker, open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
-from dmcp.runtime.distributed import World, gather, join, leave
-from dmcp.runtime.io import Lock, alive
+from dmcp.runs import CHECKPOINTS, INPUT, LOG, REPLACED, SETTINGS, Run, free_folder, refuse_taken, slug
+from dmcp.runtime.distributed import World, current, gather, join, leave
+from dmcp.runtime.io import Lock, plain
 from dmcp.settings import Corrupt
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import Event, Runtime
 from dmcp.units import FS_PER_MS, counted
 from dmcp.widths import Widths
 
-PARENT = "DMCP_PARENT"  # environment variable: the process that has started a child
-PATIENCE = 60.0  # seconds that a child has to obey a signal
-_LOOK = 1.0  # seconds between two looks of a child at its parent
+COMMAND = (sys.executable, "-m", "dmcp")
+_CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_ON_A_GPU = 8  # processes at once, unless told
+Replaced = Mapping[str, list[str]]  # train and test: image files that could not be read, and were replaced by others
 
 
 def log(text: str) -> None:
     """One line on stderr: stdout has the results."""
     with contextlib.suppress(OSError):  # a run goes on when nobody listens any more
         print(text, file=sys.stderr, flush=True)
-
-
-def showing(request: Request) -> contextlib.AbstractContextManager[None]:
-    """Show the progress of a command, unless it is to be quiet."""
-    return progress.showing(False if request.quiet or request.as_json else None, lines=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +66,6 @@ class Session:
     run: Run
     tracker: Tracker | None
     asked_to_stop: Callable[[], bool]
-    noted: set[tuple[str, str]] = field(default_factory=set)  # part and name of replaced image files in the run folder
 
     @functools.cached_property
     def runtime(self) -> Runtime:
@@ -80,75 +78,55 @@ class Session:
             stop_requested=self.asked_to_stop,
             warn=log,
         )
-        return Runtime(engine=self.config.engine, checkpointer=checkpointer, on_event=self.on_event)
+        return Runtime(engine=config.engine, checkpointer=checkpointer, on_event=self._on_event)
 
-    def on_event(self, event: Event) -> None:
-        """Log and show what happens on rank 0; each rank notes image files of its own, which a kill must not lose."""
-        for part, files in self.job.replaced.items():
-            for file in sorted(files):
-                if (part, file) not in self.noted and self.run.folder.is_dir():
-                    self.run.add(REPLACED, {"part": part, "file": file})
-                    self.noted.add((part, file))
+    def _on_event(self, event: Event) -> None:
         if self.world.first:
             self.run.on_event(event)
             if self.tracker:
                 self.tracker.on_event(event)
 
     def replaced(self) -> Replaced:
-        """Image files that were replaced, on all ranks and before each interruption; all ranks must call it."""
+        """Image files that others took the place of, on all ranks, which must all call it; rank 0 names them."""
         every = gather(self.job.replaced, self.world)
-        return {part: self.run.replaced(part).union(*(own[part] for own in every)) for part in ("train", "test")}
-
-    def describe_replaced(self, replaced: Replaced) -> list[str]:
-        """What the report says about them, if there are any."""
-        sizes = {"train": f"{len(self.job.data.train):,} training", "test": f"{len(self.job.data.test):,} test"}
-        parts = [f"{len(files)} of {sizes[part]} images" for part, files in replaced.items() if files]
-        text = f"{', '.join(parts)} could not be read. In each pass others took their place, and count twice."
-        return [f"{text} Their names are in {REPLACED}."] if parts else []
+        found = {part: sorted({file for own in every for file in own[part]}) for part in ("train", "test")}
+        if self.world.first and any(found.values()):
+            self.run.write(REPLACED, found)
+            log(describe_replaced(found))
+        return found
 
 
 @contextlib.contextmanager
-def session(
-    config: RunConfig, request: Request, check: Callable[[Job], Job] = lambda job: job, whole: bool = True
-) -> Iterator[Session]:
+def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = lambda job: job) -> Iterator[Session]:
     """Meet the other ranks, open model and data, take the run folder.
 
     check: may refuse before anything is written, and gives the job back, or that with a table of latency.
-    whole: look at data and network as a person should; False where the command that has started this one did.
     """
     resume, folder = bool(request.resume), run_folder(config, request)
-    if config.track:
-        read_kinds(config.track)  # refuses what is not installed
+    read_kinds(config.track)  # refuses what is not installed
     world, begun = join(config.device), False
     again = f"dmcp {config.command} --resume {shlex.quote(str(folder))}"
     try:
         with contextlib.ExitStack() as undo:
-            undo.enter_context(showing(request))
-            asked = undo.enter_context(_signals())
-            if PARENT in os.environ:
-                undo.enter_context(following_parent())
+            undo.enter_context(progress.showing(False if request.quiet or request.as_json else None, lines=True))
             undo.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
             if resume:
-                check_names(folder, config, "data", "weights", "teacher")
-            job = open_job(config, None if resume or config.command == "compare" else request.typed)
+                check_data_is_here(folder, config)
+            job = open_checked(config, None if resume or config.command == "compare" else request.typed)
             config = job.config
-            check_job(job, config, whole)
             if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured
             job = check(job)
+            asked = undo.enter_context(_signals())  # until here there is nothing to save
             folder = Path(gather(str(folder), world)[0])
             run, tracker = Run(folder), None
             if world.first:
-                (_go_on if resume else _begin)(run, config, job, undo)
+                undo.enter_context(_taken(run, job, resume))
                 if config.track:
                     limits = parse(config.search.budget, job.graph).limits if config.search else ()
                     kinds = [limit.kind for limit in limits]
                     tracker = undo.enter_context(open_tracker(config.track, folder, config.to_json(), kinds))
-                if whole and PARENT not in os.environ:
-                    log_notes(job, config)
-                if not request.quiet:
-                    _log_rates(config, world)
             begun = True
             yield Session(config, world, job, run, tracker, asked)
     except torch.OutOfMemoryError as error:
@@ -171,104 +149,71 @@ def run_folder(config: RunConfig, request: Request) -> Path:
     return Path(request.resume or request.out or free_folder(name))
 
 
-def log_notes(job: Job, config: RunConfig) -> None:
-    """Say what a person may not know about network and data, and which options change nothing on this device."""
-    for text in dict.fromkeys(job.notes):
-        log(text)
-    place = place_of(config).type
-    for name in ("graphs", "kernels", "pad"):
-        if getattr(config.engine, name) and place != "cuda":
-            log(f"--{name} changes nothing on {place}: it is for GPUs.")
+def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
+    """Open network and data, and say what a person may not know about them.
 
-
-def _log_rates(config: RunConfig, world: World) -> None:
-    """State the batch and the learning rates, of all ranks together."""
-    ranks = f" on {world.size} ranks" if world.size > 1 else ""
-    if it := config.search:
-        scale = config.batch * it.accumulate / it.reference_batch
-        rates = f"{scale * it.lr:.4g} to {scale * it.min_lr:.4g}"
-        log(f"search: batch {config.batch}{ranks}, learning rate {rates}, of the alphas {it.alpha_lr:.4g}")
-    if train := config.train:
-        batch = config.train_batch or config.batch
-        scale = batch / train.reference_batch if train.reference_batch else 1.0
-        log(f"training: batch {batch}{ranks}, highest learning rate {scale * train.lr:.4g}")
-
-
-def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
-    """Refuse a network that is no classifier of these images or not finite, and, by `files`, broken test images."""
+    Refused are a network that is no classifier of these images or not finite, and broken test images. Files and notes
+    are left to the command that has started this one, if there is one.
+    """
+    job = open_job(config, typed)
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
     check_classifier(job.model, noise, job.data.classes)
     check_finite(job.model, noise)
     check_input(job.model, noise)
     if job.teacher is not None:
         check_finite(job.teacher, noise, "teacher")
+    if _CHILD in os.environ:
+        return job
     test = job.data.test
-    if not files or not isinstance(test, FolderSet):
-        return
-    if broken := [it for it in no_images(test) if it.refused or config.corrupt is not Corrupt.SKIP]:
-        several = f" and {len(broken) - 1} more of the {len(test):,} test images" if len(broken) > 1 else ""
+    broken = no_images(test) if isinstance(test, FolderSet) else []
+    if broken := [it for it in broken if it.refused or config.corrupt is not Corrupt.SKIP]:
+        some = f"{broken[0].file} ({broken[0].reason}), one of {counted(len(broken), 'test image')}, cannot be read"
         skips = config.command != "compare" and not any(it.refused for it in broken)
-        way = "repair them" + (", or skip them with --corrupt skip" if skips else "")
-        raise DataError(f"{broken[0].file} ({broken[0].reason}){several} cannot be read: {way}.{finds_all(test.root)}")
+        raise DataError(f"{some}: repair them{', or skip them with --corrupt skip' if skips else ''}.")
+    for text in dict.fromkeys(job.notes) if current().first else ():
+        log(text)
+    return job
 
 
-def _begin(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:
-    """Make a new run folder with its settings."""
-    made = [path for path in (run.folder, *run.folder.parents) if not path.exists()]
+@contextlib.contextmanager
+def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
+    """Hold the folder of a run that goes on, or a new one, which is removed if the run fails before its first step."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    undo.push(lambda kind, error, trace: _give_up(run.folder, made) if error else None)
-    undo.enter_context(Lock(run.folder))
+    with Lock(run.folder):
+        if resume and run.done:
+            raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
+        if resume:
+            run.rewind()
+        else:
+            _write_settings(run, job)
+        try:
+            yield
+        except BaseException:
+            if not any((run.folder / name).exists() for name in (LOG, CHECKPOINTS)):
+                shutil.rmtree(run.folder, ignore_errors=True)
+            raise
+
+
+def _write_settings(run: Run, job: Job) -> None:
     graph = job.graph
     facts = {
         "classes": job.data.classes,
         "shape": list(job.data.shape),
-        "identity": job.identity,
         "unpruned": {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)},
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "dmcp": __version__},
         "argv": sys.argv,
     }
-    run.write(SETTINGS, config.to_json() | facts)
+    run.write(SETTINGS, job.config.to_json() | facts)
     run.write(INPUT, preprocessing(job.data))
     if LATENCY in graph.extra and (table := Latency.of(graph)) is not None:
         run.write(LATENCY_FILE, table.to_json())
 
 
-def _give_up(folder: Path, made: Sequence[Path]) -> None:
-    """Remove a new run that failed before its first step: the folder is then free for the corrected command."""
-    names = {SETTINGS, INPUT, LATENCY_FILE}
-    with contextlib.suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= names:
-            for name in names:
-                (folder / name).unlink(missing_ok=True)
-            for path in made:
-                path.rmdir()
-
-
-def _go_on(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:
-    """Bring an old run back to its last checkpoint, if network and data are what they were."""
-    refuse_done(run)  # also where nothing can be written, not even a lock
-    undo.enter_context(Lock(run.folder))
-    stored, now = read_json(run.folder / SETTINGS), json.loads(json.dumps(job.identity))
-    before = stored.get("identity") or {}
-    for name in ("fingerprint", "macs", "data", "teacher"):
-        if before.get(name) != now.get(name):
-            what = name if name in ("data", "teacher") else "network"
-            way = " Put files back that were removed; --corrupt skip passes over broken ones." if name == "data" else ""
-            raise FileError(f"{run.folder}: the {what} is not what it was when the run began.{way}")
-    refuse_done(run)  # by the process that has held the lock until now
-    run.rewind()
-    if stored.get("corrupt") != config.corrupt:
-        run.write(SETTINGS, stored | {"corrupt": config.corrupt})  # for the next time
-
-
-def refuse_done(run: Run) -> None:
-    """FileError where nothing is left to do."""
-    if run.done:
-        raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
+# signals
 
 
 @contextlib.contextmanager
-def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Signals that ask us to stop go to this handler during the block; ignored ones stay ignored."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # others can set no handler
@@ -281,29 +226,6 @@ def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextlib.contextmanager
-def following_parent() -> Iterator[None]:
-    """Stop as if asked to when the process that has started us is gone; end for good if that takes too long."""
-    over = threading.Event()
-    threading.Thread(target=_watch, args=(int(os.environ[PARENT]), over), daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _watch(parent: int, over: threading.Event) -> None:
-    first = os.getppid()  # the parent itself, unless something between has started us
-    while os.getppid() == first and alive(parent):
-        if over.wait(_LOOK):
-            return
-    os.kill(os.getpid(), signal.SIGTERM)
-    if not over.wait(PATIENCE):
-        if os.getpgrp() == os.getpid():  # our workers are in it, and nobody else
-            os.killpg(os.getpid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -320,19 +242,95 @@ def _signals() -> Iterator[Callable[[], bool]]:
             log("asked to stop: the step is finished and saved first")
         asked.append(number)
 
-    with handled_by(note):
+    with _handled_by(note):
         yield lambda: bool(asked)
 
 
-@contextlib.contextmanager
-def stopping(text: str) -> Iterator[None]:
-    """SIGTERM and Ctrl-C raise StoppedError with this text: there is nothing to save meanwhile."""
+# processes side by side
 
-    def stop(number: int, frame: Any) -> None:
-        raise StoppedError(text)
 
-    with handled_by(stop):
-        yield
+@dataclass(frozen=True)
+class Command:
+    """A dmcp command to be run in a process of its own."""
+
+    name: str  # shown before its lines, and that of its files NAME.out and NAME.err
+    words: tuple[str, ...]
+    after: tuple[str, ...] = ()  # names of commands that must have succeeded
+
+
+def run_side_by_side(
+    commands: Sequence[Command],
+    folder: Path,
+    device: torch.device,
+    *,
+    at_once: int | None = None,
+    quiet: bool = False,
+    total: int = 0,
+) -> dict[str, str]:
+    """Run commands, in the order given as far as each may start; how those ended that failed, by name.
+
+    A signal is passed on to all children, and ends us when they have ended. at_once: on a CPU never more than it has
+    cores. Their stderr is shown line by line; all output is kept in the folder. total: with those done before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cores = _cores()
+    at_once = min(at_once or cores, cores) if device.type == "cpu" else at_once or _ON_A_GPU
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // at_once)), _CHILD: "1"}
+    failed, done, signals = dict[str, str](), set[str](), list[int]()
+    waiting, running = list(commands), dict[str, subprocess.Popen[str]]()
+    show = (lambda text: None) if quiet else log
+
+    def stop(number: int, _: Any) -> None:
+        log(f"dmcp: stopping {len(running)} of {len(commands)} runs; the same command goes on.")
+        signals.append(number)
+        for process in [*running.values()]:
+            process.send_signal(number)  # not to its workers: it ends them
+
+    def run(command: Command) -> str:
+        """How it failed; empty if it did not. In a group of its own: a Ctrl-C reaches it through us, and only once."""
+        out, err = ((folder / f"{command.name}.{kind}").open("a") for kind in ("out", "err"))
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.PIPE, "text": True}
+        last, words = "", [*COMMAND, *command.words]
+        with out, err:
+            if signals:
+                return "not started"
+            with subprocess.Popen(words, env=environment, errors="replace", process_group=0, **how) as process:
+                running[command.name] = process
+                for line in process.stderr or ():
+                    err.write(line)
+                    if line.strip():
+                        last = plain(line.strip())
+                        show(f"{command.name}: {last}")
+            del running[command.name]
+        code = process.returncode
+        how_it_ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{how_it_ended}: {last}" if code else ""
+
+    with ThreadPoolExecutor(at_once) as pool, _handled_by(stop):
+        futures: dict[Future[str], str] = {}
+        while waiting or futures:
+            for command in [it for it in waiting if {*it.after} <= {*done, *failed}]:
+                waiting.remove(command)
+                if lost := [name for name in command.after if name in failed]:
+                    failed[command.name] = f"not started: it needs {', '.join(lost)}, and that failed"
+                    show(f"{command.name}: {failed[command.name]}")
+                else:
+                    futures[pool.submit(run, command)] = command.name
+            for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                name = futures.pop(future)
+                if reason := future.result():
+                    failed[name] = reason
+                else:
+                    done.add(name)
+                    left = len(commands) - len(done)
+                    show(f"{name}: done ({(total or len(commands)) - left} of {total or len(commands)})")
+    if signals:
+        raise KeyboardInterrupt if signals[0] == signal.SIGINT else SystemExit(128 + signals[0])
+    return failed
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # what is printed
@@ -343,11 +341,12 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=1))
 
 
-def log_replaced(replaced: Replaced) -> None:
-    """Name on stderr the images that were replaced."""
-    if skipped := sorted({file for files in replaced.values() for file in files}):
-        some = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        log(f"{counted(len(skipped), 'image file')} could not be read, and others took their place: {some}")
+def describe_replaced(replaced: Replaced) -> str:
+    """2 training and 1 test image could not be read: a.png, b.png, c.png; in each pass others took their place."""
+    files = [*replaced["train"], *replaced["test"]]
+    some = ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
+    counts = f"{len(replaced['train'])} training and {counted(len(replaced['test']), 'test image')}"
+    return f"{counts} could not be read, and others took their place: {some}"
 
 
 def result_facts(folder: Path, graph: ChannelGraph, widths: Widths, replaced: Replaced | None = None) -> dict[str, Any]:
@@ -369,14 +368,7 @@ def plain_costs(spent: Mapping[str, int]) -> dict[str, float]:
     return {names.get(kind, kind): amount / FS_PER_MS if kind == LATENCY else amount for kind, amount in spent.items()}
 
 
-def describe_cost(kind: str, amount: int) -> str:
-    """121,000 MACs; 8.12 ms; 65.54 kB of activations."""
-    if kind in (LATENCY, MEMORY):
-        return show_cost(kind, amount) + (" of activations" if kind == MEMORY else "")
-    return f"{amount:,} {'MACs' if kind == 'macs' else kind}"
-
-
 def describe_costs(graph: ChannelGraph, widths: Widths) -> str:
-    """121,000 MACs (49.9%), 41,000 params (53.8%), 32.77 kB of activations (75.0%)"""
+    """121,000 macs (49.9%), 41,000 params (53.8%), 32.77 kB (75.0%)"""
     spent, full = costs(graph, widths), costs(graph, graph.full)
-    return ", ".join(f"{describe_cost(kind, amount)} ({amount / full[kind]:.1%})" for kind, amount in spent.items())
+    return ", ".join(f"{show_cost(kind, amount)} ({amount / full[kind]:.1%})" for kind, amount in spent.items())

@@ -1,0 +1,208 @@
+"""cli/session: commands side by side, their order, failures and signals; the seeds of cli/prune and their summary."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typed import command as typed
+
+from dmcp.cli import session
+from dmcp.cli.prune import summarize, summary_table
+from dmcp.cli.session import Command, run_side_by_side
+from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row
+from dmcp.runs import LOG, SETTINGS, Run
+from dmcp.runtime.io import alive
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+# Stands for a command: notes how it was called, and does what the file `acts` says of it.
+CHILD = """
+import json, os, signal, sys, time
+from pathlib import Path
+here, start, name = Path(__file__).parent, time.monotonic(), sys.argv[-1]
+acts = dict(line.split() for line in (here / "acts").read_text().splitlines())
+act = acts.get(name, acts.get("all", ""))
+
+def note(**facts):
+    facts |= {"name": name, "threads": os.environ["OMP_NUM_THREADS"], "start": start, "pid": os.getpid()}
+    with (here / "calls").open("a") as file:
+        file.write(json.dumps(facts) + "\\n")
+
+def stop(number, _):
+    print("stopped by", signal.Signals(number).name, file=sys.stderr)
+    raise SystemExit(1)
+
+print("ready", file=sys.stderr)
+print(f"table of {name}")
+if act == "fail":
+    sys.stderr.write("dmcp: no such\\x1b model.")
+    raise SystemExit(3)
+if act == "crash":
+    os.kill(os.getpid(), signal.SIGKILL)
+if act == "hang":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    note()
+    time.sleep(60)
+(here / f"begun-{name}").touch()
+while act.startswith("meet") and len(list(here.glob("begun-*"))) < int(act[4:]) and time.monotonic() < start + 20:
+    time.sleep(0.01)
+time.sleep(0.3 if act == "slow" or act.startswith("meet") else 0)
+note(end=time.monotonic())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the files of commands, which are run by the program above."""
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "acts").write_text("")
+    monkeypatch.setattr(session, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
+    return tmp_path / "runs"
+
+
+def act(folder: Path, **acts: str) -> None:
+    """Tell the children what to do."""
+    (folder.parent / "acts").write_text("".join(f"{name} {word}\n" for name, word in acts.items()))
+
+
+def calls(folder: Path) -> dict[str, Any]:
+    """How the children were called, by name."""
+    path = folder.parent / "calls"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {call["name"]: call for call in found}
+
+
+def run(folder: Path, *names: str, device: torch.device = CPU, **options: Any) -> dict[str, str]:
+    """Run commands; "late<base,free" needs two others."""
+    commands = []
+    for name, _, needs in (it.partition("<") for it in names):
+        commands.append(Command(name, (name,), tuple(filter(None, needs.split(",")))))
+    return run_side_by_side(commands, folder, device, **options)
+
+
+def wait_for(true: Callable[[], object]) -> None:
+    end = time.monotonic() + 180  # of a busy machine
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_lines_are_shown_and_kept(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "a", "b", at_once=1, total=3) == {}  # one was done before
+    out, err = capfd.readouterr()
+    assert out == "" and err.splitlines() == ["a: ready", "a: done (2 of 3)", "b: ready", "b: done (3 of 3)"]
+    run(folder, "a", quiet=True)
+    assert capfd.readouterr() == ("", "")
+    assert [(folder / f"a.{kind}").read_text() for kind in ("out", "err")] == [2 * "table of a\n", 2 * "ready\n"]
+
+
+def test_a_command_waits_for_what_it_needs(folder: Path) -> None:
+    act(folder, base="slow", free="slow")
+    assert run(folder, "base", "late<base", "free", "last<late,free", device=GPU, at_once=2) == {}
+    found = calls(folder)
+    assert found["free"]["start"] < found["base"]["end"] <= found["late"]["start"]
+    assert max(found["late"]["end"], found["free"]["end"]) <= found["last"]["start"]
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "at_once", "most", "threads"),
+    [(CPU, 2, None, 2, 1), (CPU, 2, 4, 2, 1), (CPU, 8, 3, 3, 2), (GPU, 2, 4, 4, 1), (GPU, 16, None, 4, 2)],
+)
+def test_cores_are_divided(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: Any, cores: int, at_once: Any, most: int, threads: int
+) -> None:
+    monkeypatch.setattr(session, "_cores", lambda: cores)
+    act(folder, all=f"meet{most}")
+    run(folder, *"0123", device=device, at_once=at_once)
+    found = calls(folder).values()
+    assert len(found) == 4 and {call["threads"] for call in found} == {str(threads)}
+    assert max(sum(it["start"] <= call["start"] < it["end"] for it in found) for call in found) == most
+
+
+def test_a_failure_stops_only_what_needs_it(folder: Path) -> None:
+    act(folder, base="fail", crash="crash")
+    failed = run(folder, "base", "good", "crash", "cell<good,base", "late<cell", "fine<good")
+    assert calls(folder).keys() == {"fine", "good"} and failed == {
+        "base": "exit code 3: dmcp: no such\N{REPLACEMENT CHARACTER} model.",
+        "crash": "killed by SIGKILL: ready",
+        "cell": "not started: it needs base, and that failed",
+        "late": "not started: it needs cell, and that failed",
+    }
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_ends_all_children_once(folder: Path, number: signal.Signals, code: int) -> None:
+    act(folder, all="hang")
+    source = "import sys, torch; from pathlib import Path; from dmcp.cli import session\n"
+    source += "session.COMMAND = (sys.executable, '-S', sys.argv[1])\n"
+    source += "commands = [session.Command(it, (it,)) for it in 'abc']\n"
+    source += "session.run_side_by_side(commands, Path(sys.argv[2]), torch.device('cuda'), at_once=2)"
+    started = [sys.executable, "-c", source, folder.parent / "child.py", folder]
+    with subprocess.Popen(started, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: len(calls(folder)) == 2)
+        process.send_signal(number)
+        lines = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == code
+    assert [lines.count(f"{name}: stopped by {number.name}") for name in "abc"] == [1, 1, 0]
+    assert not any(alive(call["pid"]) for call in calls(folder).values())
+
+
+# seeds
+
+
+def test_each_seed_is_a_run_and_only_those_that_are_left_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: new ones would import torch for most of the time."""
+    done: list[tuple[str, ...]] = []
+
+    def run_here(commands: list[Command], *_: Any, **__: Any) -> dict[str, str]:
+        done.extend(it.words for it in commands)
+        return {it.name: f"exit code {code}" for it in commands if (code := typed(*it.words))}
+
+    monkeypatch.setattr(session, "run_side_by_side", run_here)
+    words = ("prune", "--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "708", "--quiet")
+    words += ("--search-epochs", "2", "--epochs", "1", "--seed", "3", "--seeds", "2", "--out", str(tmp_path), "--json")
+    assert typed(*words) == 0
+    facts = json.loads((tmp_path / "summary.json").read_text())
+    assert [facts["runs"], len(facts["networks"][0]["accuracy"])] == [["seed-3", "seed-4"], 2]
+    accuracies = [json.loads(line) for line in (tmp_path / "seed-4" / LOG).read_text().splitlines()]
+    assert accuracies[-1]["accuracy"] == facts["networks"][-1]["accuracy"][1] and len(done) == 2
+    (tmp_path / "seed-4" / "report.md").unlink()
+    (tmp_path / "seed-4" / "widths.json").unlink()
+    capsys.readouterr()
+    assert typed(*words) == 0 and done[2:] == [
+        (*words, "--seeds", "1", "--seed", "4", "--resume", f"{tmp_path}/seed-4")
+    ]
+    assert json.loads(capsys.readouterr().out.rpartition("\n{")[2].join("{ ")) == {"folder": str(tmp_path)} | facts
+    assert typed(*words, "--epochs", "2") == 2 and "leave --epochs out" in capsys.readouterr().err
+
+
+def test_the_summary_is_that_of_the_tables(tmp_path: Path) -> None:
+    ours, uniform, folders = [0.9041, 0.9043, 0.9057], [0.899, 0.9], list[Path]()
+    for seed, accuracy in enumerate(ours):
+        rows = [Row(UNPRUNED, 1000, 90, 0.915, 1.0, 8), Row(DMCP, 490 + 5 * seed, 40 - seed, accuracy, 1.0, 8)]
+        rows += [Row(UNIFORM, 495, 41, uniform[seed], 1.0, 8)] if seed < 2 else []
+        folders.append(tmp_path / f"seed-{seed}")
+        Run(folders[-1]).write(SETTINGS, {"command": "prune", "unpruned": {"macs": 1000}})
+        for row in rows:
+            Run(folders[-1]).add(LOG, {"stage": "test"} | asdict(row))
+    summary = summarize(folders)
+    found = {it["name"]: it for it in summary["networks"]}
+    assert list(found) == [UNPRUNED, DMCP, UNIFORM] and found[UNIFORM]["accuracy"] == uniform
+    assert found[DMCP]["mean"] == pytest.approx(np.mean(ours))
+    assert found[DMCP]["deviation"] == pytest.approx(np.std(ours, ddof=1))
+    assert "490–500" in summary_table(summary) and "90.47 ± 0.09 (3)" in summary_table(summary)
+    assert all(it["deviation"] is None for it in summarize(folders[:1])["networks"])
