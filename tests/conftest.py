@@ -53,7 +53,7 @@ def _quick_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     if "figures" not in request.fixturenames:  # they take longer than the short runs of tests
         monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])
     # hundreds of tests type commands for the same small networks: tracing them anew would be most of the time
-    monkeypatch.setattr("dmcp.cli.job.trace", _trace_once)
+    monkeypatch.setattr("dmcp.cli.session.trace", _trace_once)
 
 
 _GRAPHS: dict[object, ChannelGraph] = {}

@@ -16,7 +16,7 @@ from torch import nn
 from typed import command
 
 import dmcp
-from dmcp.cli import session
+from dmcp.cli import prune
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS
 from dmcp.compare.runner import Comparison, Inputs, Network, PlannedRun, Protocol, plan, run, write_table
@@ -374,10 +374,10 @@ def test_a_table_is_of_one_protocol_and_damage_does_not_stop_it(inputs: Inputs, 
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs are done in this process: new ones would import torch for most of the time."""
 
-    def run_here(commands: Sequence[session.Command], *_: Any, **__: Any) -> dict[str, str]:
+    def run_here(commands: Sequence[prune.Command], *_: Any, **__: Any) -> dict[str, str]:
         return {it.name: f"exit code {code}" for it in commands if (code := command(*it.words))}
 
-    monkeypatch.setattr(session, "run_side_by_side", run_here)
+    monkeypatch.setattr(prune, "run_side_by_side", run_here)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

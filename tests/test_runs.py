@@ -175,28 +175,17 @@ def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -
         path.write_text(json.dumps(facts | changes))
         with pytest.raises(error):
             load_search(tmp_path, found.graph)
-    for text in ("{", "[]"):
-        path.write_text(text)
-        with pytest.raises(FileError):
-            load_search(tmp_path, found.graph)
 
 
 def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
     found = pruned()[0].search
     save_search(found, tmp_path)
     alphas, sizes = found.alphas, found.sizes
-    first = torch.zeros_like(sizes)
-    first[0, 0] = 1
-    for wrong in (
-        {"alphas": alphas, "sizes": sizes.double()},
-        {"alphas": alphas, "sizes": sizes - first * sizes},  # an empty group
-        {"alphas": alphas, "sizes": sizes + 1000 * first},
-        {"alphas": alphas * float("nan"), "sizes": sizes},
-        {"sizes": sizes},
-        None,
-    ):
-        file = tmp_path / "search.safetensors"
-        file.write_bytes(b"no" if wrong is None else safetensors.torch.save(wrong))
+    empty, large = sizes.clone(), sizes.clone()
+    empty[0, 0], large[0, 0] = 0, 1000
+    tables = [{"alphas": alphas, "sizes": it} for it in (sizes.double(), empty, large)]
+    for wrong in (*tables, {"alphas": alphas * float("nan"), "sizes": sizes}, {"sizes": sizes}):
+        (tmp_path / "search.safetensors").write_bytes(safetensors.torch.save(wrong))
         with pytest.raises(FileError, match=r"search\.safetensors"):
             load_search(tmp_path, found.graph)
 
@@ -213,9 +202,6 @@ def test_facts_of_a_finished_run(tmp_path: Path) -> None:
     sigmoid = torch.tensor(2.0).sigmoid().item()
     assert run.expected == pytest.approx({"conv1": 1 + 2 / 2 + 2 / 4, "conv2": 4 + 4 * sigmoid})
     assert read_run(write_run(tmp_path / "b", TESTS, unpruned=None)).share("macs") is None
-    lines = [{"stage": "resumed", "from": 3}, TESTS[0] | {"energy": "low"}]  # of later versions
-    later = read_run(write_run(tmp_path / "c", lines))
-    assert (later.describe()["state"], len(later.rows), dict(later.training)) == ("done", 1, {})
     long = write_run(tmp_path / "d", [*step_lines(400), *TESTS])
     assert 0 < len(read_run(long, tail=2000).search) < 20
     assert read_run(long, tail=2000).describe() == read_run(long).describe()

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from dmcp.cli import session
+from dmcp.cli import prune, session
 from dmcp.cli.config import Request, RunConfig, argument
-from dmcp.cli.job import Job, place_of
+from dmcp.cli.session import Job, place_of
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS
 from dmcp.compare.runner import PAGE, PlannedRun, write_table
@@ -35,7 +35,6 @@ def gather(folder: Path, as_json: bool) -> None:
 def compare(config: RunConfig, request: Request) -> None:
     """dmcp compare."""
     more, train = request.more, config.train
-    assert train is not None
     epochs, tuned = more["epochs"], more["finetune_epochs"]
     comparison = runner.Comparison(
         protocol=runner.Protocol(
@@ -69,9 +68,9 @@ def compare(config: RunConfig, request: Request) -> None:
         for it in left:
             words = ("compare-run", str(folder / runner.PLANS / f"{it.name}.json"), str(folder / it.name))
             needs = (it.uses,) if it.uses in names else ()
-            commands.append(session.Command(it.name, words, needs))
+            commands.append(prune.Command(it.name, words, needs))
         how: dict[str, Any] = {"at_once": more["at_once"], "quiet": request.quiet, "total": len(runs)}
-        return session.run_side_by_side(commands, folder / runner.OUTPUT, place, **how)
+        return prune.run_side_by_side(commands, folder / runner.OUTPUT, place, **how)
 
     failed = runner.run(runs, folder, start)
     if found := write_table(folder, runs, inputs, more["measure"]):

@@ -85,7 +85,7 @@ class RunConfig:
     teacher_model: str = setting("", "Network of the teacher's weights, named like --model, if it is another one.")
     teacher_model_args: tuple[str, ...] = setting((), "Argument of the builder of --teacher-model; repeatable.")
     search: SearchConfig | None = None
-    train: TrainConfig | None = None
+    train: TrainConfig = TrainConfig()
     engine: Engine = Engine()
     comparison: Mapping[str, Any] | None = None  # what a run of dmcp compare is to do: see PlannedRun
     save_steps: int = setting(1000, "Steps between two checkpoints.", 1)
@@ -103,17 +103,16 @@ class RunConfig:
 _PARTS: Mapping[str, Any] = {"": RunConfig, "train": TrainConfig, "search": SearchConfig, "engine": Engine}
 
 
-def config_from_json(data: Mapping[str, Any], path: object) -> RunConfig:
-    """The settings of a run; FileError where they are not of this version."""
-    from dmcp.runtime.io import from_plain, quote  # imports torch
+def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
+    """All that the settings of a run say, and its tree; FileError where they are not of this version."""
+    from dmcp.runs import SETTINGS, read_json  # imports torch
+    from dmcp.runtime.io import from_plain, quote
 
+    stored = read_json(run / SETTINGS)
     try:
-        return from_plain(RunConfig, {it.name: data[it.name] for it in fields(RunConfig)})
+        return stored, from_plain(RunConfig, {it.name: stored[it.name] for it in fields(RunConfig)})
     except (KeyError, TypeError, ValueError, OverflowError, DmcpError) as error:
-        raise FileError(
-            f"{path}: not the settings of a run of this version ({quote(error)}): go on with the version that began "
-            "it, or start anew in another folder (--out)."
-        ) from None
+        raise FileError(f"{run}: its settings are not of this version ({quote(error)}): start anew.") from None
 
 
 # recipes
@@ -224,23 +223,21 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
     """Settings that nobody typed; a trained network needs no warm-up, but its channels in order, and is fine-tuned."""
     trained = bool(typed.get("weights"))
     if typed.get("recipe"):
-        config = find_recipe(typed["recipe"])
+        config = replace(find_recipe(typed["recipe"]), command=command)
         if "model" in typed:
             config = replace(config, model_args=())
         if trained and config.search:
             config = replace(config, search=replace(config.search, warmup=0.0, sort=True))
-    else:
-        usual = Retrain.FINETUNE if trained or command != "train" else Retrain.SCRATCH
-        retrain = Retrain(typed.get("retrain") or usual)
-        config = RunConfig(
-            retrain=retrain,
-            teacher=AUTO if command == "prune" and retrain in (Retrain.FINETUNE, Retrain.SCRATCH) else "",
-            search=default_search("50%", trained),
-            train=default_training(retrain, trained),
-        )
-    if command == "search":  # which is prune without its training
-        config = replace(config, retrain=Retrain.NONE)
-    return replace(config, command=command, search=config.search if command != "train" else None)
+        return replace(config, retrain=Retrain.NONE) if command == "search" else config
+    usual = {"search": Retrain.NONE, "train": Retrain.FINETUNE if trained else Retrain.SCRATCH}
+    retrain = Retrain(typed.get("retrain") or usual.get(command, Retrain.FINETUNE))
+    return RunConfig(
+        command=command,
+        retrain=retrain,
+        teacher=AUTO if command == "prune" and retrain in (Retrain.FINETUNE, Retrain.SCRATCH) else "",
+        search=default_search("50%", trained) if command != "train" else None,
+        train=default_training(retrain, trained),
+    )
 
 
 def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
@@ -258,7 +255,7 @@ def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
             changes.setdefault(part, {})[place] = tuple(value) if isinstance(value, list) else value
     if "search_lr" in typed:
         changes["search"]["min_lr"] = typed["search_lr"] / 10
-    if "lr" in typed and config.train:
+    if "lr" in typed:
         changes["train"]["warmup_lr"] = typed["lr"] * config.train.warmup_lr / config.train.lr
     config = replace(config, **changes.pop("", {}))
     for part, values in changes.items():
@@ -296,14 +293,6 @@ def _resumed(request: Request) -> RunConfig:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
         raise DmcpError(f"{folder} goes on with the settings it began with: leave {words} out.")
     return _apply(config, renewed)
-
-
-def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
-    """All that the settings of a run say, and its tree."""
-    from dmcp.runs import SETTINGS, read_json  # imports torch
-
-    stored = read_json(run / SETTINGS)
-    return stored, config_from_json(stored, run / SETTINGS)
 
 
 def argument(text: str) -> tuple[str, Any]:

@@ -172,7 +172,6 @@ def prune(request: Request) -> None:
       dmcp prune --model resnet18 --data ~/photos --budget 8ms --latency-device cpu
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --budget 70% --budget 50% --budget 30%
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --method l2 --no-train
-      dmcp prune --model resnet18 --data ~/photos --min-channels 16 --min-channels layer1=32 --ignore conv1
       dmcp prune --resume runs/resnet18-photos-prune
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
@@ -194,7 +193,6 @@ def search(request: Request) -> None:
 
     \b
     Examples:
-      dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
       dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
       dmcp search --resume runs/cifar-resnet20-cifar10-search
     """
@@ -230,7 +228,6 @@ def inspect(
     \b
     Examples:
       dmcp inspect resnet50
-      dmcp inspect mobilenet_v2 --model-args width_mult=1.5
       dmcp inspect timm:convnext_tiny --input 3x128x128 --inexact
       dmcp inspect mypackage.nets:build --ignore head --json
     """
@@ -312,7 +309,6 @@ def latency(
     device: Device = "",
     dtype: Annotated[FloatType, typer.Option(help=_help("dtype", LatencyConfig))] = LatencyConfig.dtype,
     networks: Annotated[int, typer.Option(help=_help("networks", LatencyConfig))] = LatencyConfig.networks,
-    seed: Seed = 0,
     runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,
     as_json: AsJson = False,
 ) -> None:
@@ -321,13 +317,12 @@ def latency(
     \b
     Examples:
       dmcp latency --model digits:resnet --out latency.json
-      dmcp latency --model resnet18 --input 3x160x160 --classes 20 --batch 8 --device cpu
       dmcp latency --model resnet18 --input 3x160x160 --classes 20 --runtime onnx
     """
     args, kept = tuple(model_args or ()), tuple(ignore or ())
-    what = RunConfig(model=model, model_args=args, ignore=kept, input=input, device=device, seed=seed)
+    what = RunConfig(model=model, model_args=args, ignore=kept, input=input, device=device)
     where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
-    how = LatencyConfig(batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks, seed=seed)
+    how = LatencyConfig(batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks)
     _late("show").latency(what, classes, how, out, as_json)
 
 
@@ -344,7 +339,6 @@ def export(
     \b
     Examples:
       dmcp export runs/resnet18-photos-prune
-      dmcp export runs/resnet18-photos-prune --out photos.onnx --json
       dmcp export runs/resnet18-photos-prune --out photos.pt2
       dmcp export runs/resnet18-photos-prune --int8
     """
@@ -392,16 +386,12 @@ def compare(request: Request) -> None:
     \b
     Examples:
       dmcp compare --model cifar:resnet20 --data cifar10 --budget 50% --budget 30% --methods all --seeds 3
-      dmcp compare --model digits:resnet --data digits --methods uniform,l1,dmcp --epochs 10 --seeds 2
       dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine --widths hand=widths.json
       dmcp compare --gather runs/table
     """
-    gather = request.more["gather"]
-    if gather and (request.typed or request.dry_run or request.more["measure"]):
-        raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
-    config = None if gather else make_config(request)
+    config = None if request.more["gather"] else make_config(request)
     if config is None:
-        _late("compare").gather(Path(gather), request.as_json)
+        _late("compare").gather(Path(request.more["gather"]), request.as_json)
     else:
         _late("compare").compare(config, request)
 

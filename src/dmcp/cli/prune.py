@@ -1,14 +1,18 @@
-"""The commands prune, search and train."""
+"""The commands prune, search and train; several runs side by side."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from concurrent import futures
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +24,7 @@ from dmcp.batches import device_of, generator
 from dmcp.budget import Budget, costs, limits_latency, show_cost
 from dmcp.cli import session
 from dmcp.cli.config import GIVEN, Request, RunConfig, make_config
-from dmcp.cli.job import Job, place_of
-from dmcp.cli.session import Replaced, describe_costs, describe_replaced, log, print_json, result_facts
+from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, log, print_json, result_facts
 from dmcp.cutting import cut
 from dmcp.errors import DmcpError, WidthsError
 from dmcp.exporting import wait
@@ -30,6 +33,7 @@ from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, markdown, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
 from dmcp.runs import REPORT, Run, is_run, read_json, read_run
+from dmcp.runtime.io import plain
 from dmcp.searching.search import SEARCH
 from dmcp.searching.search import search as run_search
 from dmcp.settings import AUTO, UNPRUNED, LatencyConfig, Retrain, RuntimeKind
@@ -40,6 +44,8 @@ from dmcp.training import train as run_training
 from dmcp.units import between, clock, spread, table
 from dmcp.widths import Widths
 
+COMMAND = (sys.executable, "-m", "dmcp")
+_ON_A_GPU = 8  # processes at once, unless told
 SUMMARY = "summary.json"  # of several seeds
 _STEPS = 4  # of each kind that a forecast measures
 
@@ -103,11 +109,9 @@ def _facts(folder: Path, result: pruning.PruneResult, replaced: Replaced) -> dic
 
 
 def train(config: RunConfig, request: Request) -> None:
-    """dmcp train."""
     name = DMCP if config.widths else UNPRUNED
     with session.session(config, request) as here:
         job, graph, config = here.job, here.job.graph, here.config
-        assert config.train is not None
         kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         before = trained_before(job.model, own and not job.new_head, job.teacher, job.teacher)
@@ -153,6 +157,93 @@ def _read_widths(config: RunConfig, job: Job) -> Widths:
         raise WidthsError(f"--widths {config.widths}: {error}") from None
 
 
+# processes side by side
+
+
+@dataclass(frozen=True)
+class Command:
+    """A dmcp command to be run in a process of its own."""
+
+    name: str  # shown before its lines, and that of its files NAME.out and NAME.err
+    words: tuple[str, ...]
+    after: tuple[str, ...] = ()  # names of commands that must have succeeded
+
+
+def run_side_by_side(
+    commands: Sequence[Command],
+    folder: Path,
+    device: torch.device,
+    *,
+    at_once: int | None = None,
+    quiet: bool = False,
+    total: int = 0,
+) -> dict[str, str]:
+    """Run commands, in the order given as far as each may start; how those ended that failed, by name.
+
+    A signal is passed on to all children, and ends us when they have ended. at_once: on a CPU never more than it has
+    cores. Their stderr is shown line by line; all output is kept in the folder. total: with those done before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cores = _cores()
+    at_once = min(at_once or cores, cores) if device.type == "cpu" else at_once or _ON_A_GPU
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // at_once)), session.CHILD: "1"}
+    failed, done, signals = dict[str, str](), set[str](), list[int]()
+    waiting, running = list(commands), dict[str, subprocess.Popen[str]]()
+    show = (lambda text: None) if quiet else log
+
+    def stop(number: int, _: Any) -> None:
+        log(f"dmcp: stopping {len(running)} of {len(commands)} runs; the same command goes on.")
+        signals.append(number)
+        for process in [*running.values()]:
+            process.send_signal(number)  # not to its workers: it ends them
+
+    def run(command: Command) -> str:
+        """How it failed; empty if it did not. In a group of its own: a Ctrl-C reaches it through us, and only once."""
+        out, err = ((folder / f"{command.name}.{kind}").open("a") for kind in ("out", "err"))
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.PIPE, "text": True}
+        last, words = "", [*COMMAND, *command.words]
+        with out, err:
+            if signals:
+                return "not started"
+            with subprocess.Popen(words, env=environment, errors="replace", process_group=0, **how) as process:
+                running[command.name] = process
+                for line in process.stderr or ():
+                    err.write(line)
+                    if line.strip():
+                        last = plain(line.strip())
+                        show(f"{command.name}: {last}")
+            del running[command.name]
+        code = process.returncode
+        how_it_ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{how_it_ended}: {last}" if code else ""
+
+    with futures.ThreadPoolExecutor(at_once) as pool, session.handled_by(stop):
+        started: dict[futures.Future[str], str] = {}
+        while waiting or started:
+            for command in [it for it in waiting if {*it.after} <= {*done, *failed}]:
+                waiting.remove(command)
+                if lost := [name for name in command.after if name in failed]:
+                    failed[command.name] = f"not started: it needs {', '.join(lost)}, and that failed"
+                    show(f"{command.name}: {failed[command.name]}")
+                else:
+                    started[pool.submit(run, command)] = command.name
+            for future in futures.wait(started, return_when=futures.FIRST_COMPLETED).done:
+                name = started.pop(future)
+                if reason := future.result():
+                    failed[name] = reason
+                else:
+                    done.add(name)
+                    left = len(commands) - len(done)
+                    show(f"{name}: done ({(total or len(commands)) - left} of {total or len(commands)})")
+    if signals:
+        raise KeyboardInterrupt if signals[0] == signal.SIGINT else SystemExit(128 + signals[0])
+    return failed
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 # several seeds
 
 
@@ -179,9 +270,9 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
     for seed, run in runs.items():
         place = ("--resume", str(run)) if is_run(run) else ("--out", str(run))
         if not Run(run).done:
-            commands.append(session.Command(run.name, (*words, "--seeds", "1", "--seed", str(seed), *place)))
+            commands.append(Command(run.name, (*words, "--seeds", "1", "--seed", str(seed), *place)))
     how: dict[str, Any] = {"at_once": request.seeds, "quiet": request.quiet, "total": request.seeds}
-    if failed := session.run_side_by_side(commands, folder, place_of(config), **how):
+    if failed := run_side_by_side(commands, folder, session.place_of(config), **how):
         listed = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
         raise DmcpError(f"{len(failed)} of {len(runs)} seeds failed, the same command starts only them again: {listed}")
     summary = summarize([*runs.values()])
@@ -236,7 +327,7 @@ def _checked(job: Job, folder: str = "") -> Job:
     def measure() -> Latency:
         runtime = config.latency_runtime
         log(f"Measuring the latency of {LatencyConfig.networks} networks first, in {runtime}.")
-        device = config.latency_device or ("" if runtime is RuntimeKind.ONNX else str(place_of(config)))
+        device = config.latency_device or ("" if runtime is RuntimeKind.ONNX else str(session.place_of(config)))
         how = LatencyConfig(batch=config.latency_batch, device=device, runtime=runtime)
         example = torch.randn(1, *job.data.shape, generator=generator(0))
         found = pruning.time_networks(job.model, example, job.graph, search, how)
@@ -296,7 +387,7 @@ def forecast(job: Job, budgets: Mapping[str, Budget]) -> list[Stage]:
     """The stages of a run, by a few steps of copies of the network and of its supernet."""
     config, graph, loader = job.config, job.graph, job.loaders.search
     search, train = config.search, config.train
-    assert search is not None and train is not None
+    assert search is not None
     batches, silent = [*itertools.islice(loader, _STEPS)], Runtime(progress=False)
 
     def seconds_of(run: Callable[[list[Any]], object]) -> float:

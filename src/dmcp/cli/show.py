@@ -20,8 +20,7 @@ from dmcp.batches import Loader, generator
 from dmcp.budget import check_reachable, parse
 from dmcp.cli import session
 from dmcp.cli.config import RunConfig, read_config
-from dmcp.cli.job import build, check_data_is_here, open_job, place_of, shape, trace_job
-from dmcp.cli.session import describe_replaced, log, print_json, result_facts
+from dmcp.cli.session import build, log, print_json, result_facts, trace_job
 from dmcp.data.check import DataFacts, check_data
 from dmcp.data.datasets import load as load_data
 from dmcp.data.datasets import split, swapped
@@ -64,9 +63,8 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def inspect(config: RunConfig, as_json: bool) -> None:
-    """dmcp inspect."""
     net = build(config, None)
-    sample = shape(config.input) if config.input else models.sample_shape(net)
+    sample = session.shape(config.input) if config.input else models.sample_shape(net)
     graph = trace_job(config, net, sample)
     if as_json:
         print_json({"model": config.model} | graph.to_json())
@@ -93,14 +91,13 @@ def inspect(config: RunConfig, as_json: bool) -> None:
 
 
 def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str, as_json: bool) -> None:
-    """dmcp latency."""
     if out and Path(out).is_dir():
         raise FileError(f"--out: {out} is a folder: name a file.")
     with tempfile.TemporaryFile(dir=Path(out).parent if out else None):
         pass  # what cannot be written is refused before anything is measured
     net = build(config, classes)
-    sample = shape(config.input) if config.input else models.sample_shape(net)
-    graph, net = trace_job(config, net, sample), net.to(place_of(config))
+    sample = session.shape(config.input) if config.input else models.sample_shape(net)
+    graph, net = trace_job(config, net, sample), net.to(session.place_of(config))
     example = torch.randn(1, *sample, generator=generator(0))
     found = measure_latency(net, example, graph, how)
     if out:
@@ -115,7 +112,6 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
 
 
 def data(name: str, quiet: bool, as_json: bool) -> None:
-    """dmcp data."""
     loaded = load_data(name, strict=False)
     count = len(loaded.train) + len(loaded.test)
     with progress.showing(False if quiet or as_json else None, lines=True), progress.phase("files", count) as read:
@@ -163,7 +159,6 @@ def _lines(name: str, facts: DataFacts) -> Iterator[str]:
 
 
 def runs(folder: Path, as_json: bool) -> None:
-    """dmcp runs."""
     found = list_runs(folder)
     facts = [run.describe() for run in found]
     if as_json:
@@ -181,7 +176,6 @@ def runs(folder: Path, as_json: bool) -> None:
 
 
 def report(runs: Sequence[Path], out: Path) -> None:
-    """dmcp report."""
     Run(out.parent).write(out.name, make_page(read_runs(runs)))
     print(out)
 
@@ -207,7 +201,6 @@ def _open_run(run: Path, name: str) -> tuple[RunConfig, nn.Module, ChannelGraph,
 
 
 def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: bool) -> None:
-    """dmcp sample."""
     _, _, graph, _ = _open_run(run, SEARCH)
     found = load_search(run, graph)
     graph = found.graph  # with the run's table of latency, if it has one
@@ -233,14 +226,14 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     """dmcp evaluate; changes: settings that are not those of the run."""
     _, config = _read_done(run, WIDTHS)
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
-    check_data_is_here(run, config)
-    job = open_job(config)
+    session.check_data_is_here(run, config)
+    job = session.open_job(config)
     small = load(run, job.fresh)
     kept = {run.name: job.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
     with progress.showing(False if as_json else None):
         rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
     if any(job.replaced.values()):
-        log(describe_replaced(job.replaced))
+        log(session.describe_replaced(job.replaced))
     if as_json:
         facts = result_facts(run, job.graph, kept[run.name], job.replaced)
         print_json(facts | {"networks": [asdict(row) for row in rows]})
@@ -255,7 +248,7 @@ def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None
     if int8 and out.suffix != exporting.Format.ONNX:
         raise FileError(f"{out}: only {exporting.Format.ONNX} files can have 8 bits.")
     if int8:
-        check_data_is_here(run, config)
+        session.check_data_is_here(run, config)
         ranges, test = _images(config)
     small, widths = load(run, fresh), graph.widths(Widths.from_json(read_json(run / WIDTHS)))
     how, example = read_json(run / INPUT), torch.zeros(1, *shape)
@@ -300,7 +293,7 @@ def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None
 
 def _images(config: RunConfig) -> tuple[Loader, Loader]:
     """Some training images, as they are when they are tested, always the same; and all test images."""
-    job = open_job(replace(config, device="cpu", weights="", teacher="", teacher_model="", teacher_model_args=()))
+    job = session.open_job(replace(config, device="cpu", weights="", teacher="", teacher_model=""))
     train, count = job.data.train, len(job.data.train)
     some = train if count <= 2 * exporting.SAMPLES else split(train, exporting.SAMPLES / count)[1]
     how: dict[str, Any] = {"workers": config.workers, "corrupt": config.corrupt}
