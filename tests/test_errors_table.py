@@ -35,13 +35,11 @@ MISTAKES = {
     """,
     "DmcpError": """
         inspect resent18
-        inspect nowhere.nets:build
         inspect mytable_net:failing
         inspect resnet18 --model-args depth=3
         inspect resnet18 --input 224,224
         prune --model digits:resnet
         prune DIGITS --method l11
-        train DIGITS --seed 99999999999999999999
         train DIGITS --device tpu9
         prune --recipe imagenet_resnet50_1100 --data photos
         prune DIGITS --weights three-classes.pth --teacher given
@@ -52,7 +50,6 @@ MISTAKES = {
         compare DIGITS --set amc.episods=5
         compare DIGITS --widths hand
         compare DIGITS --budget 50% --budget 50%
-        compare DIGITS --peer nni
     """,
     "TraceError": """
         inspect mytable_net:linear --input 8
@@ -66,7 +63,6 @@ MISTAKES = {
         prune --model resnet18 --data one-class
         prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --dry-run
         compare --model cifar:resnet20 --data broken-photos FILES
-        train --model cifar:resnet20 --data broken-photos FILES --workers 0
         prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --seeds 2
         prune --model resnet18 --data photos --input 1x32x32
         prune --model digits:resnet --data broken-shards
@@ -74,7 +70,6 @@ MISTAKES = {
         prune --model mytable_net:fixed --data photos
         prune DIGITS --model-args num_classes=3
         prune DIGITS --batch 0
-        train DIGITS --batch 5000
         prune DIGITS --holdout 1.5
         evaluate run --data photos --batch 2
         compare DIGITS --holdout 0
@@ -84,15 +79,12 @@ MISTAKES = {
         prune DIGITS --budget 50% --budget 0.5
         prune DIGITS --budget half
         search DIGITS --budget 0.1%
-        prune DIGITS --budget 0ms
         compare DIGITS --budget 8ms
         latency --model digits:resnet --networks 3
         prune DIGITS --budget 20% --min-channels 14
         search DIGITS --budget 90% --max-channels layer3=32
-        compare DIGITS --budget 50% --budget 0.5%
     """,
     "WidthsError": """
-        prune DIGITS --min-channels conv1=99
         search DIGITS --weights wide.pth
         prune DIGITS --teacher three-classes.pth
         train DIGITS --widths other-widths.json
@@ -115,11 +107,9 @@ MISTAKES = {
         prune --resume run
         prune --resume foreign
         sample half
-        evaluate half
         evaluate damaged
         evaluate moved
         prune --resume moved
-        export damaged --out net.pt2
         export run --out net.pt
         report run empty
         compare DIGITS --methods uniform --out note.txt

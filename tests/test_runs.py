@@ -227,13 +227,6 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path, lines: list[dict[s
     assert state(folder) == "stopped"
 
 
-def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
-    again = [line | {"weight_losses": [9.0]} for line in step_lines(20)[10:]]
-    run = read_run(write_run(tmp_path / "a", [*step_lines(15), *again], done=False))
-    assert [record.step for record in run.search] == list(range(20))
-    assert [record.weight_losses for record in run.search[9:11]] == [(2.0, 0.5, 0.7), (9.0,)]
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -253,9 +246,9 @@ def test_a_damaged_run_says_which_file(tmp_path: Path, name: str, text: str) -> 
     assert state(folder) == "damaged" and run.problems[0].startswith(name) and str(tmp_path) not in run.problems[0]
 
 
-def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_no_records_or_done_again_are_passed_over(tmp_path: Path) -> None:
     changes = ({"accuracy": "high"}, {"accuracy": float("nan")}, {"macs": 10**30}, {"stage": "resumed"})
-    lines = [*step_lines(5), *(TESTS[0] | change for change in changes), TESTS[2]]
+    lines = [*step_lines(5), *step_lines(5), *(TESTS[0] | change for change in changes), TESTS[2]]
     run = read_run(write_run(tmp_path / "a", lines))
     assert (len(run.search), [row.name for row in run.rows], run.describe()["state"]) == (5, ["dmcp"], "done")
 

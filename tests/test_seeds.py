@@ -54,10 +54,7 @@ if act == "hang":
         signal.signal(number, stop)
     note()
     time.sleep(60)
-(here / f"begun-{name}").touch()
-while act.startswith("meet") and len(list(here.glob("begun-*"))) < int(act[4:]) and time.monotonic() < start + 20:
-    time.sleep(0.01)
-time.sleep(0.3 if act == "slow" or act.startswith("meet") else 0)
+time.sleep(0.3 if act == "slow" else 0)
 note(end=time.monotonic())
 """
 
@@ -115,19 +112,14 @@ def test_a_command_waits_for_what_it_needs(folder: Path) -> None:
     assert max(found["late"]["end"], found["free"]["end"]) <= found["last"]["start"]
 
 
-@pytest.mark.parametrize(
-    ("device", "cores", "at_once", "most", "threads"),
-    [(CPU, 2, 4, 2, 1), (CPU, 8, 3, 3, 2), (GPU, 16, None, 4, 2)],
-)
-def test_cores_are_divided(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, device: Any, cores: int, at_once: Any, most: int, threads: int
-) -> None:
-    monkeypatch.setattr(prune, "_cores", lambda: cores)
-    act(folder, all=f"meet{most}")
-    run(folder, *"0123", device=device, at_once=at_once)
-    found = calls(folder).values()
-    assert len(found) == 4 and {call["threads"] for call in found} == {str(threads)}
-    assert max(sum(it["start"] <= call["start"] < it["end"] for it in found) for call in found) == most
+def test_cores_are_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prune, "_cores", lambda: 4)
+    act(folder, all="slow")
+    for device, at_once, most, threads in ((CPU, 8, 4, "1"), (CPU, 2, 2, "2"), (GPU, 5, 5, "1")):
+        run(folder, *"01234", device=device, at_once=at_once)
+        found = [*calls(folder).values()]
+        assert {call["threads"] for call in found} == {threads}
+        assert max(sum(it["start"] <= call["start"] < it["end"] for it in found) for call in found) <= most
 
 
 def test_a_failure_stops_only_what_needs_it(folder: Path) -> None:

@@ -100,7 +100,7 @@ class RunConfig:
         return asdict(self)
 
 
-_PARTS: Mapping[str, Any] = {"": RunConfig, "train": TrainConfig, "search": SearchConfig, "engine": Engine}
+_PARTS: dict[str, Any] = {"": RunConfig, "train": TrainConfig, "search": SearchConfig, "engine": Engine}
 
 
 def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
@@ -176,12 +176,13 @@ class Request:
 
     command: str
     typed: Mapping[str, Any]  # option -> value
-    out: str = ""
-    resume: str = ""
-    seeds: int = 1
-    dry_run: bool = False
-    quiet: bool = False
-    as_json: bool = False
+    out: str = setting("", "Folder of the run; default: a new one in runs/.")
+    resume: str = setting("", "Go on with this run, which was interrupted, as it was begun.")
+    seeds: int = setting(1, "So many runs side by side, with seeds from --seed on, and their mean.")
+    dry_run: bool = setting(False, "Train nothing: spaces, reachable range, chosen settings, time and memory.")
+    no_train: bool = setting(False, "Stop at the cut networks with calibrated BatchNorms, and test them.")
+    quiet: bool = setting(False, "No progress, only the result.")
+    as_json: bool = setting(False, "Print plain data instead of text.")
     more: Mapping[str, Any] = field(default_factory=dict)  # options of compare that are no settings
 
 
@@ -189,7 +190,7 @@ def make_config(request: Request) -> RunConfig:
     """What was asked for: by options, by a recipe that options change, or by the run that goes on."""
     if request.resume:
         return _resumed(request)
-    typed = request.typed
+    typed = {**request.typed, "retrain": Retrain.NONE} if request.no_train else request.typed
     config = _apply(_defaults(request.command, typed), typed)
     for name in ("model", "data"):
         if not getattr(config, name):
@@ -275,7 +276,8 @@ def _places(name: str) -> tuple[tuple[str, str], ...]:
         return (("search", name), ("train", name))
     if name == "seed":
         return (("", name), ("search", name), ("train", name))
-    return (next((part, name) for part, kind in _PARTS.items() if name in kind.__dataclass_fields__),)
+    found = [(part, name) for part, kind in _PARTS.items() if name in kind.__dataclass_fields__]
+    return tuple(found[:1]) or (("request", name),)
 
 
 _RENEWABLE = ("workers", "corrupt")  # how files are read may change while a run goes on
@@ -290,7 +292,7 @@ def _resumed(request: Request) -> RunConfig:
     renewed = {name: value for name, value in request.typed.items() if name in _RENEWABLE}
     others = {name: value for name, value in request.typed.items() if name not in _RENEWABLE}
     if changed := [name for name, value in others.items() if _apply(config, {name: value}) != config]:
-        words = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        words = ", ".join(map(_word, changed))
         raise DmcpError(f"{folder} goes on with the settings it began with: leave {words} out.")
     return _apply(config, renewed)
 
@@ -341,7 +343,7 @@ _GROUPS = {
         *("teacher_model", "teacher_model_args", "kd_weight", "kd_temperature"),
     ),
     "Batches and device": ("batch", "train_batch", "workers", "corrupt", "device", *_ENGINE),
-    "Run": ("out", "resume", "seeds", "save_steps", "save_minutes", "track", "dry_run", "quiet", "json"),
+    "Run": ("out", "resume", "seeds", "save_steps", "save_minutes", "track", "dry_run", "quiet", "as_json"),
 }
 _SEARCH_ONLY = {*_GROUPS["Latency"], *_GROUPS["Search"], "recipe"}
 _SEARCHED = ("search_epochs", "search_lr", "warmup")  # chosen settings that only our search needs
@@ -370,16 +372,7 @@ _TYPES: Mapping[str, Any] = {
     "Bound": list[str],
     "int | float | str | Budget": list[str],
 }
-_OTHERS: dict[str, tuple[Any, Any, str]] = {  # options that are no settings: type, default, help
-    "out": (str, "", "Folder of the run; default: a new one in runs/."),
-    "resume": (str, "", "Go on with this run, which was interrupted, as it was begun."),
-    "seeds": (int, 1, "So many runs side by side, with seeds from --seed on, and their mean."),
-    "dry_run": (bool, False, "Train nothing: spaces, reachable range, chosen settings, time and memory."),
-    "no_train": (bool, False, "Stop at the cut networks with calibrated BatchNorms, and test them: --retrain none."),
-    "quiet": (bool, False, "No progress, only the result."),
-    "json": (bool, False, "Print plain data instead of text."),
-}
-_COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
+_COMPARE: dict[str, tuple[Any, Any, str]] = {  # options of compare that are no settings: type, default, help
     "budget": (list[str] | None, None, "50%, 211M, params:2M; repeatable. Default: 50%."),
     "methods": (str, "all", "all, or names of methods, package.module:NAME, with commas."),
     "peer": (list[str] | None, None, "Another package, if installed: torch-pruning."),
@@ -397,16 +390,22 @@ _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
 }
 
 
+def _word(name: str) -> str:
+    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+
+
 def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -> inspect.Parameter:
-    """An option of a command: a setting of the tree, None unless it is typed, or one of the others."""
+    """An option of a command: a setting of the tree, None unless it is typed, a field of Request, or another."""
     words: dict[str, Any] = {"rich_help_panel": group, "show_default": False}
+    words["min"] = {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
     if name in others:
         kind, default, words["help"] = others[name]
-        usual, words["min"] = default, {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
+        usual = default
     else:
         part, place = _places(name)[0]
-        it = _PARTS[part].__dataclass_fields__[place]
-        written, usual, default = str(it.type).removesuffix(" | None"), it.default, None
+        it = (_PARTS | {"request": Request})[part].__dataclass_fields__[place]
+        written, usual = str(it.type).removesuffix(" | None"), it.default
+        default = usual if part == "request" else None
         kind = (_TYPES.get(written) or getattr(settings, written)) | None
         shown = isinstance(usual, str | int | float) and usual not in ("", 0)  # False is 0
         told = _DEFAULTS.get(name) or (str(usual) if shown else "")
@@ -418,9 +417,8 @@ def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -
         if name == "recipe":
             words["autocompletion"] = lambda incomplete: [it for it in RECIPES if it.startswith(incomplete)]
     both = kind == bool | None and usual is not False  # --name and --no-name
-    hint: Any = Annotated[kind, typer.Option(*(() if both else (f"--{name.replace('_', '-')}",)), **words)]
-    parameter = "as_json" if name == "json" else name
-    return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    hint: Any = Annotated[kind, typer.Option(*(() if both else (_word(name),)), **words)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
@@ -429,8 +427,6 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
     own = _COMPARE if command == "compare" else {}
 
     def typed(**values: Any) -> None:
-        if values.pop("no_train", False):
-            values["retrain"] = Retrain.NONE
         others = {name: values.pop(name) for name in [*values] if name in Request.__dataclass_fields__}
         more = {name: values.pop(name) for name in own if name in values}
         wanted = {name: value for name, value in values.items() if value not in (None, [])}
@@ -438,7 +434,7 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
 
     listed = {name: group for group, names in _GROUPS.items() for name in names if name not in _WITHOUT[command]}
     groups = listed | dict.fromkeys(own, "Comparison")
-    parameters = [_option(name, group, _OTHERS | own) for name, group in groups.items()]
+    parameters = [_option(name, group, own) for name, group in groups.items()]
     typed.__name__, typed.__doc__ = command, run.__doc__
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__annotations__ = {it.name: it.annotation for it in parameters}

@@ -54,7 +54,7 @@ def prune(config: RunConfig, request: Request) -> None:
     """dmcp prune, and dmcp search, which trains nothing."""
     pruning.check_method(config.method)
     with session.session(config, request, lambda job: _checked(job, request.resume)) as here:
-        job, config = here.job, here.config
+        job, config = here.job, here.job.config
         assert config.search is not None
         rows = {UNPRUNED, UNIFORM} if config.baselines else set()
         if config.weights and not job.new_head:
@@ -111,7 +111,7 @@ def _facts(folder: Path, result: pruning.PruneResult, replaced: Replaced) -> dic
 def train(config: RunConfig, request: Request) -> None:
     name = DMCP if config.widths else UNPRUNED
     with session.session(config, request) as here:
-        job, graph, config = here.job, here.job.graph, here.config
+        job, graph, config = here.job, here.job.graph, here.job.config
         kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         before = trained_before(job.model, own and not job.new_head, job.teacher, job.teacher)

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp import __version__, models, progress
-from dmcp.batches import FewBatches, Loader, device_of, generator, too_large
+from dmcp.batches import FewBatches, Loader, device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.checkpoint import digest
 from dmcp.cli.config import GIVEN, Request, RunConfig, argument, settle
@@ -45,10 +45,10 @@ from dmcp.progress import phase
 from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import CHECKPOINTS, INPUT, LOG, REPLACED, SETTINGS, Run, free_folder, refuse_taken, slug
+from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, refuse_taken, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, join, leave
 from dmcp.runtime.engine import best_device
-from dmcp.runtime.io import Lock
+from dmcp.runtime.io import LOCK, Lock
 from dmcp.settings import AUTO, UNPRUNED, Corrupt
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -132,17 +132,15 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:
         larger = f"The images are about {by(found)} and are enlarged to {by(data.shape[1:])}"
         notes.append(f"{larger}: give --input 3x{by(found)} to train at their size.")
-    notes += graph.notes
-    model, fresh, teacher = model.to(place), fresh.to(place), None if teacher is None else teacher.to(place)
     return Job(
-        model=model,
-        fresh=fresh,
+        model=model.to(place),
+        fresh=fresh.to(place),
         graph=graph,
         data=data,
         loaders=loaders,
         test=test,
-        notes=tuple(filter(None, notes)),
-        teacher=teacher,
+        notes=tuple(filter(None, [*notes, *graph.notes])),
+        teacher=teacher and teacher.to(place),
         new_head=bool(new_head),
         config=config,
         reasons=reasons,
@@ -196,9 +194,7 @@ def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool
         return None
     if config.teacher == GIVEN:
         if new_head:
-            raise DmcpError(
-                "--teacher given: its last layer is fresh, as --weights are for other classes: train it first."
-            )
+            raise DmcpError("--teacher given: --weights are for other classes, so its last layer knows nothing yet.")
         return model
     if config.teacher_model:
         config = replace(config, model=config.teacher_model, model_args=config.teacher_model_args)
@@ -218,18 +214,15 @@ def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> st
     odd = [name for name in {**own, **tensors} if (name in own) != (name in tensors)]
     odd = [name for name in odd if not name.endswith("num_batches_tracked")]  # old files have none
     layers = {name.rpartition(".")[0] for name in wrong}
-    counts = {(*tensors[name].shape[:1], *own[name].shape[:1]) for name in wrong}  # classes there, classes here
-    alike = all(tensors[name].shape[1:] == own[name].shape[1:] for name in wrong)
-    new_head = alike and len(layers) == len(counts) == 1 and next(iter(counts))[1:] == (classes,)
-    if odd or (wrong and not new_head):
+    alike = all(own[name].shape == (classes, *tensors[name].shape[1:]) for name in wrong)
+    if odd or not alike or len(layers) > 1:
         name = (wrong or odd)[0]
         there, here = (by(it[name].shape) if name in it else "not there" for it in (tensors, own))
         raise WidthsError(f"{path}: weights of another network: {name} is {there} in the file, {here} in the network.")
     model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in wrong}, strict=False)
     if not wrong:
         return ""
-    head, there = layers.pop() or path, counts.pop()[0]
-    return f"{head} is for {there} classes, the data have {classes}: it starts fresh; --warmup 0.5 trains it first."
+    return f"{layers.pop()} is for {len(tensors[wrong[0]])} classes, the data have {classes}: it starts fresh."
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -240,9 +233,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     except Exception as error:  # torch raises many kinds for a file that holds more than weights
-        raise FileError(
-            f"{path}: not a file of plain weights: give one of torch.save(model.state_dict(), ...) or safetensors."
-        ) from error
+        raise FileError(f"{path}: not plain weights, as torch.save(model.state_dict(), ...) writes them.") from error
     for key in ("state_dict", "model_state_dict", "model"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -302,8 +293,6 @@ def _loaders(
         return make_loader(part, size, shuffled, config.seed, place, **how)
 
     first: Loader = make(train, config.batch, True)
-    if config.train_batch > len(data.train):
-        raise DataError(too_large(config.train_batch, len(data.train), "--train-batch"))
     count = -(-config.search_images // config.batch)  # a batch of 0 is refused by now
     few = 0 < count < len(first)
     again = held is not None or few or config.train_batch not in (0, config.batch)
@@ -326,7 +315,6 @@ def check_data_is_here(run: Path, config: RunConfig) -> None:
 class Session:
     """What a command works with."""
 
-    config: RunConfig
     world: World
     job: Job
     run: Run
@@ -336,7 +324,7 @@ class Session:
     @functools.cached_property
     def runtime(self) -> Runtime:
         """Engine, checkpoints and events of this run."""
-        config = replace(self.config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
+        config = replace(self.job.config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
         checkpointer = self.run.checkpointer(
             {"config": config.to_json()} | self.job.identity,
             every_steps=config.save_steps,
@@ -394,11 +382,10 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
                     kinds = [limit.kind for limit in limits]
                     tracker = undo.enter_context(open_tracker(config.track, folder, config.to_json(), kinds))
             begun = True
-            yield Session(config, world, job, run, tracker, asked)
+            yield Session(world, job, run, tracker, asked)
     except torch.OutOfMemoryError as error:
         batch = max(config.batch, config.train_batch)
-        way = f"go on on a larger one: {again}" if resume else f"try --batch {max(1, batch // 2)}"
-        raise TrainingError(f"The device ran out of memory with a batch of {batch}: {way}.") from error
+        raise TrainingError(f"Out of memory with a batch of {batch}: try --batch {batch // 2}.") from error
     except (StoppedError, DataError) as error:
         if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
             raise
@@ -455,8 +442,8 @@ def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if not any((run.folder / name).exists() for name in (LOG, CHECKPOINTS)):
-                shutil.rmtree(run.folder, ignore_errors=True)
+            if {path.name for path in run.folder.iterdir()} <= {SETTINGS, INPUT, LATENCY_FILE, LOCK}:
+                shutil.rmtree(run.folder)
             raise
 
 
