@@ -31,7 +31,7 @@ from dmcp.exporting import wait
 from dmcp.latency.measure import attach_latency
 from dmcp.latency.table import LATENCY_FILE, Latency
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, markdown, results_table
-from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
+from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, who_teaches
 from dmcp.runs import REPORT, Run, is_run, read_json, read_run
 from dmcp.runtime.io import plain
 from dmcp.searching.search import SEARCH
@@ -87,9 +87,7 @@ def prune(config: RunConfig, request: Request) -> None:
         return
     if found := result.search:
         shares = " and ".join(f"{share:.1%}" for share in pruning.expected_shares(found))
-        print(
-            f"{len(found.log)} search steps; expected cost at their end, before repair: {shares} of {found.budget.text}"
-        )
+        print(f"{len(found.log)} search steps; expected cost at their end: {shares} of {found.budget.text}")
     for name, own in results.items():
         print(f"{name} cut to {describe_costs(own.graph, own.widths)}".strip())
     print(f"\n{result.table}\n\n{here.run.folder}")
@@ -115,9 +113,6 @@ def train(config: RunConfig, request: Request) -> None:
         kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         before = trained_before(job.model, own and not job.new_head, job.teacher, job.teacher)
-        if job.teacher is not None:
-            rival = None if job.teacher is job.model else before.get(ORIGINAL)
-            weigh_teacher(job.teacher, rival, job.data.classes, job.test)
         how = Retraining(config.train, config.retrain, _teacher(config, job))
         keeps = config.retrain in (Retrain.FINETUNE, Retrain.NONE)
         start, cuts = job.model if keeps else job.fresh, {name: cut(job.model, graph, kept, by="l2")} if keeps else {}

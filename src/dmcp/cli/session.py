@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import json
@@ -14,7 +13,6 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -43,7 +41,7 @@ from dmcp.modules import kept_modes
 from dmcp.preflight import check_classifier, check_finite, check_input
 from dmcp.progress import phase
 from dmcp.pruning import Loaders
-from dmcp.report.trackers import Tracker, open_tracker, read_kinds
+from dmcp.report.trackers import open_tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, refuse_taken, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, join, leave
@@ -318,27 +316,7 @@ class Session:
     world: World
     job: Job
     run: Run
-    tracker: Tracker | None
-    asked_to_stop: Callable[[], bool]
-
-    @functools.cached_property
-    def runtime(self) -> Runtime:
-        """Engine, checkpoints and events of this run."""
-        config = replace(self.job.config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
-        checkpointer = self.run.checkpointer(
-            {"config": config.to_json()} | self.job.identity,
-            every_steps=config.save_steps,
-            every_seconds=60 * config.save_minutes,
-            stop_requested=self.asked_to_stop,
-            warn=log,
-        )
-        return Runtime(engine=config.engine, checkpointer=checkpointer, on_event=self._on_event)
-
-    def _on_event(self, event: Event) -> None:
-        if self.world.first:
-            self.run.on_event(event)
-            if self.tracker:
-                self.tracker.on_event(event)
+    runtime: Runtime  # engine, checkpoints and events
 
     def replaced(self) -> Replaced:
         """Image files that others took the place of, on all ranks, which must all call it; rank 0 names them."""
@@ -374,15 +352,29 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
             job = check(job)
             asked = undo.enter_context(_signals())  # until here there is nothing to save
             folder = Path(gather(str(folder), world)[0])
-            run, tracker = Run(folder), None
+            run, listeners = Run(folder), list[Callable[[Event], None]]()
             if world.first:
                 undo.enter_context(_taken(run, job, resume))
-                if config.track:
-                    limits = parse(config.search.budget, job.graph).limits if config.search else ()
-                    kinds = [limit.kind for limit in limits]
-                    tracker = undo.enter_context(open_tracker(config.track, folder, config.to_json(), kinds))
-            begun = True
-            yield Session(world, job, run, tracker, asked)
+                listeners.append(run.on_event)
+            if world.first and config.track:
+                kinds = [it.kind for it in parse(config.search.budget, job.graph).limits] if config.search else []
+                tracker = undo.enter_context(open_tracker(config.track, folder, config.to_json(), kinds))
+                listeners.append(tracker.on_event)
+            begun, same = True, replace(config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
+            checkpointer = run.checkpointer(
+                {"config": same.to_json()} | job.identity,
+                every_steps=config.save_steps,
+                every_seconds=60 * config.save_minutes,
+                stop_requested=asked,
+                warn=log,
+            )
+
+            def on_event(event: Event) -> None:
+                for listen in listeners:
+                    listen(event)
+
+            runtime = Runtime(engine=config.engine, checkpointer=checkpointer, on_event=on_event)
+            yield Session(world, job, run, runtime)
     except torch.OutOfMemoryError as error:
         batch = max(config.batch, config.train_batch)
         raise TrainingError(f"Out of memory with a batch of {batch}: try --batch {batch // 2}.") from error
@@ -468,12 +460,8 @@ def _write_settings(run: Run, job: Job) -> None:
 @contextlib.contextmanager
 def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Signals that ask us to stop go to this handler during the block; ignored ones stay ignored."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # others can set no handler
-        before = {number: signal.getsignal(number) for number in _STOPS}
-        before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, handler)
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
