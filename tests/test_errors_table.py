@@ -47,8 +47,6 @@ MISTAKES = {
         train --resume half
         prune --resume half --seeds 2
         compare DIGITS --methods uniform,slimmning
-        compare DIGITS --set amc.episods=5
-        compare DIGITS --widths hand
         compare DIGITS --budget 50% --budget 50%
     """,
     "TraceError": """
@@ -58,21 +56,16 @@ MISTAKES = {
     """,
     "DataError": """
         prune --model digits:resnet --data digit
-        prune --model resnet18 --data empty
-        prune --model resnet18 --data other-classes
-        prune --model resnet18 --data one-class
         prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --dry-run
         compare --model cifar:resnet20 --data broken-photos FILES
         prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --seeds 2
         prune --model resnet18 --data photos --input 1x32x32
-        prune --model digits:resnet --data broken-shards
         prune --model resnet18 --data digits
         prune --model mytable_net:fixed --data photos
         prune DIGITS --model-args num_classes=3
         prune DIGITS --batch 0
         prune DIGITS --holdout 1.5
         evaluate run --data photos --batch 2
-        compare DIGITS --holdout 0
     """,
     "BudgetError": """
         prune DIGITS --budget 50% --budget 0.1%
@@ -100,7 +93,6 @@ MISTAKES = {
     "FileError": """
         prune DIGITS --budget 8ms --latency table.json
         search DIGITS --weights nowhere.pth
-        search DIGITS --weights pickle.pth
         train DIGITS --widths list.json
         prune DIGITS --out run
         prune --resume empty
@@ -148,18 +140,12 @@ def write_data(here: Path) -> None:
     (here / "empty").mkdir()
     (here / "note.txt").write_text("not what you look for")
     write_photos(here / "photos", count=2, classes=("cat", "dog"))
-    write_photos(here / "one-class", count=2, classes=("cat",))
-    write_photos(here / "other-classes", count=2, classes=("cat", "dog"), parts=("train",))
-    write_photos(here / "other-classes", count=2, classes=("cat", "cow"), parts=("val",))
     for path in write_photos(here / "broken-photos", count=2, classes=("cat", "dog")).rglob("*.png"):
         path.write_bytes(path.read_bytes()[:40])
-    (here / "broken-shards").mkdir()
-    (here / "broken-shards" / "train-0.npz").write_bytes(b"PK no more")
 
 
 def write_files(here: Path) -> None:
     (here / "mytable_net.py").write_text(NET)
-    torch.save(build("digits:resnet"), here / "pickle.pth")
     torch.save(build("digits:resnet", num_classes=3).state_dict(), here / "three-classes.pth")
     torch.save(build("digits:resnet", width=24).state_dict(), here / "wide.pth")
     (here / "list.json").write_text("[1, 2]")

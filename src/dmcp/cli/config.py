@@ -49,13 +49,9 @@ class RunConfig:
     recipe: str = setting("", "Settings by name, like imagenet_mobilenet_v2_211m; other options change them.")
     model: str = setting("", "resnet18, timm:NAME, cifar:NAME, digits:resnet, package.module:factory.")
     model_args: tuple[str, ...] = setting((), "Argument of its builder, like width_mult=1.5; repeatable.")
-    weights: str = setting(
-        "", "File to start from: .safetensors, or .pth with weights only; a last layer for other classes starts fresh."
-    )
+    weights: str = setting("", "File to start from, .safetensors or .pth; a last layer for other classes starts fresh.")
     data: str = setting("", "digits, cifar10, cifar100, a folder of shards, or one with train/ and val/.")
-    input: str = setting(
-        "", "Shape of one sample, like 3x224x224 (channels, height, width); default: the data's or the model's."
-    )
+    input: str = setting("", "Shape of one sample, like 3x224x224; default: the data's or the model's.")
     ignore: tuple[str, ...] = setting((), "Module or space that is not pruned; repeatable.")
     inexact: bool = setting(False, "Prune through LayerNorm and GroupNorm too, where gates only approximate.")
     holdout: float = setting(0.0, "Share of the training images that only the alphas see.", -1e300)
@@ -71,17 +67,11 @@ class RunConfig:
     latency_device: str = setting("", "Where it is timed: cpu or cuda; default: --device, or the CPU for onnx.")
     latency_runtime: RuntimeKind = setting(RuntimeKind.TORCH, "In what it is timed.")
     retrain: Retrain = setting(Retrain.SCRATCH, "How the pruned network gets its weights.")
-    method: str = setting(
-        "dmcp", "How widths are chosen: dmcp searches; l1, l2, uniform and others of dmcp compare cut without a search."
-    )
+    method: str = setting("dmcp", "How widths are chosen: dmcp searches; l1, l2, uniform, ... (see compare) only cut.")
     budgets: tuple[str, ...] = ()  # several: one search, at search.budget, and a network for each
     baselines: bool = setting(False, "Also train the unpruned network and uniform widths.")
     widths: str = setting("", "File of widths, of a run or of dmcp sample; default: unpruned.")
-    teacher: str = setting(
-        "",
-        "Network to learn from besides the labels: given (that of --weights), unpruned (trained first), a file, none; "
-        "auto: given if it is trained, else unpruned.",
-    )
+    teacher: str = setting("", "Whom to learn from: given (--weights), unpruned (trained first), a file, none, auto.")
     teacher_model: str = setting("", "Network of the teacher's weights, named like --model, if it is another one.")
     teacher_model_args: tuple[str, ...] = setting((), "Argument of the builder of --teacher-model; repeatable.")
     search: SearchConfig | None = None

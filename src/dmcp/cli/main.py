@@ -130,7 +130,7 @@ def _help(name: str, kind: Any = RunConfig) -> str:
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_help("model"), autocompletion=complete_model)]
 ModelArgs = Annotated[list[str] | None, typer.Option(help=_help("model_args"))]
 Ignore = Annotated[list[str] | None, typer.Option(help=_help("ignore"))]
-Input = Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the model's own.")]
+Input = Annotated[str, typer.Option(help=_help("input"))]
 Device = Annotated[str, typer.Option(help=_help("device"))]
 Workers = Annotated[int | None, typer.Option(min=0, max=1024, help=_help("workers"))]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help=_help("seed"))]
@@ -286,8 +286,7 @@ def data(
 ) -> None:
     """Look at data as the other commands read them: classes, sizes, broken files, test images that are trained on.
 
-    Every image file is decoded. Exit code 2 if there are files that cannot be read, or classes that other commands
-    refuse.
+    Every image file is decoded. Exit code 2 if there is something that other commands refuse.
 
     \b
     Examples:

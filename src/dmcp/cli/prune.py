@@ -26,7 +26,7 @@ from dmcp.cli import session
 from dmcp.cli.config import GIVEN, Request, RunConfig, make_config
 from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, log, print_json, result_facts
 from dmcp.cutting import cut
-from dmcp.errors import DmcpError, WidthsError
+from dmcp.errors import DmcpError
 from dmcp.exporting import wait
 from dmcp.latency.measure import attach_latency
 from dmcp.latency.table import LATENCY_FILE, Latency
@@ -77,8 +77,7 @@ def prune(config: RunConfig, request: Request) -> None:
         replaced = here.replaced()
         if not here.world.first:
             return
-        for text in here.run.finish(result, config.search.seed, _notes(replaced)):
-            log(text)
+        log(*here.run.finish(result, config.search.seed, describe_replaced(replaced)))
     results = result.front or {"": result}
     if request.as_json:
         plain = {name: _facts(here.run.folder / name, own, replaced) for name, own in results.items()}
@@ -91,11 +90,6 @@ def prune(config: RunConfig, request: Request) -> None:
     for name, own in results.items():
         print(f"{name} cut to {describe_costs(own.graph, own.widths)}".strip())
     print(f"\n{result.table}\n\n{here.run.folder}")
-
-
-def _notes(replaced: Replaced) -> list[str]:
-    """What a report says about image files."""
-    return [describe_replaced(replaced)] if any(replaced.values()) else []
 
 
 def _facts(folder: Path, result: pruning.PruneResult, replaced: Replaced) -> dict[str, Any]:
@@ -123,15 +117,14 @@ def train(config: RunConfig, request: Request) -> None:
         if not here.world.first:
             return
         save(nets[name], kept, here.run.folder)
-        warnings = [*here.run.divergences([name]), *_notes(replaced)]
-        listed = (f"- **{text}**" for text in warnings)
+        warnings = here.run.divergences([name])
+        listed = (f"- **{text}**" for text in (*warnings, *describe_replaced(replaced)))
         who = who_teaches(how.teacher, job.model)
         kd = (config.train.kd_weight, config.train.kd_temperature)
         text = origin(config.retrain, who, *kd, name, "the given weights") if who else ""
         here.run.write(REPORT, "\n".join([f"# {config.model}", "", *markdown(rows, graph, text), *listed, ""]))
         here.run.close()
-    for warning in warnings:
-        log(warning)
+    log(*warnings)
     if request.as_json:
         print_json(result_facts(here.run.folder, graph, kept, replaced) | {"networks": [asdict(row) for row in rows]})
     else:
@@ -146,10 +139,7 @@ def _read_widths(config: RunConfig, job: Job) -> Widths:
     """The widths to train, checked against the network; all of it where no file was given."""
     if not config.widths:
         return job.graph.full
-    try:
-        return job.graph.widths(Widths.from_json(read_json(Path(config.widths))))
-    except WidthsError as error:
-        raise WidthsError(f"--widths {config.widths}: {error}") from None
+    return job.graph.widths(Widths.from_json(read_json(Path(config.widths))))
 
 
 # processes side by side

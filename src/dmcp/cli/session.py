@@ -60,10 +60,11 @@ _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 Replaced = Mapping[str, list[str]]  # train and test: image files that could not be read, and were replaced by others
 
 
-def log(text: str) -> None:
-    """One line on stderr: stdout has the results."""
+def log(*lines: str) -> None:
+    """Lines on stderr: stdout has the results."""
     with contextlib.suppress(OSError):  # a run goes on when nobody listens any more
-        print(text, file=sys.stderr, flush=True)
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 # network and data together
@@ -324,7 +325,7 @@ class Session:
         found = {part: sorted({file for own in every for file in own[part]}) for part in ("train", "test")}
         if self.world.first and any(found.values()):
             self.run.write(REPLACED, found)
-            log(describe_replaced(found))
+            log(*describe_replaced(found))
         return found
 
 
@@ -415,8 +416,8 @@ def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> J
         some = f"{broken[0].file} ({broken[0].reason}), one of {counted(len(broken), 'test image')}, cannot be read"
         skips = config.command != "compare" and not any(it.refused for it in broken)
         raise DataError(f"{some}: repair them{', or skip them with --corrupt skip' if skips else ''}.")
-    for text in dict.fromkeys(job.notes) if current().first else ():
-        log(text)
+    if current().first:
+        log(*dict.fromkeys(job.notes))
     return job
 
 
@@ -495,12 +496,12 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=1))
 
 
-def describe_replaced(replaced: Replaced) -> str:
-    """2 training and 1 test image could not be read: a.png, b.png, c.png; in each pass others took their place."""
+def describe_replaced(replaced: Replaced) -> list[str]:
+    """2 training and 1 test image could not be read, and others took their place: a.png, b.png, c.png; or nothing."""
     files = [*replaced["train"], *replaced["test"]]
     some = ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
     counts = f"{len(replaced['train'])} training and {counted(len(replaced['test']), 'test image')}"
-    return f"{counts} could not be read, and others took their place: {some}"
+    return [f"{counts} could not be read, and others took their place: {some}"] if files else []
 
 
 def result_facts(folder: Path, graph: ChannelGraph, widths: Widths, replaced: Replaced | None = None) -> dict[str, Any]:

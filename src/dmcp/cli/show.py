@@ -232,8 +232,7 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     kept = {run.name: job.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
     with progress.showing(False if as_json else None):
         rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
-    if any(job.replaced.values()):
-        log(session.describe_replaced(job.replaced))
+    log(*session.describe_replaced(job.replaced))
     if as_json:
         facts = result_facts(run, job.graph, kept[run.name], job.replaced)
         print_json(facts | {"networks": [asdict(row) for row in rows]})
@@ -273,8 +272,7 @@ def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None
         for name in ("int8", "float32") if int8 else ():
             measured[name]["accuracy"] = _accuracy(small, files[name], test)
     if not int8 and (before := measured.get("unpruned")):
-        text = not_faster(measured["exported"]["ms"], before["ms"], graph, widths)
-        log(text) if text else None
+        log(*filter(None, [not_faster(measured["exported"]["ms"], before["ms"], graph, widths)]))
     if as_json:
         facts = {"file": str(out)} | {name: fact for name, fact in asdict(made).items() if name != "path"}
         print_json(result_facts(run, graph, widths) | facts | {"preprocessing": how, "files": measured})
