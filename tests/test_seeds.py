@@ -19,7 +19,7 @@ from typed import command as typed
 
 from dmcp.cli import prune
 from dmcp.cli.prune import Command, run_side_by_side, summarize, summary_table
-from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row
+from dmcp.results import DMCP, UNPRUNED, Row
 from dmcp.runs import LOG, SETTINGS, Run
 from dmcp.runtime.io import alive
 
@@ -182,18 +182,14 @@ def test_each_seed_is_a_run_and_only_those_that_are_left_go_on(
 
 
 def test_the_summary_is_that_of_the_tables(tmp_path: Path) -> None:
-    ours, uniform, folders = [0.9041, 0.9043, 0.9057], [0.899, 0.9], list[Path]()
-    for seed, accuracy in enumerate(ours):
-        rows = [Row(UNPRUNED, 1000, 90, 0.915, 1.0, 8), Row(DMCP, 490 + 5 * seed, 40 - seed, accuracy, 1.0, 8)]
-        rows += [Row(UNIFORM, 495, 41, uniform[seed], 1.0, 8)] if seed < 2 else []
-        folders.append(tmp_path / f"seed-{seed}")
-        Run(folders[-1]).write(SETTINGS, {"command": "prune", "unpruned": {"macs": 1000}})
-        for row in rows:
-            Run(folders[-1]).add(LOG, {"stage": "test"} | asdict(row))
+    ours, folders = [0.9041, 0.9043, 0.9057], [tmp_path / f"seed-{seed}" for seed in range(3)]
+    for seed, (accuracy, folder) in enumerate(zip(ours, folders, strict=True)):
+        Run(folder).write(SETTINGS, {"command": "prune"})
+        for row in (Row(UNPRUNED, 1000, 90, 0.915, 1.0, 8), Row(DMCP, 490 + 5 * seed, 40, accuracy, 1.0, 8)):
+            Run(folder).add(LOG, {"stage": "test"} | asdict(row))
     summary = summarize(folders)
-    found = {it["name"]: it for it in summary["networks"]}
-    assert list(found) == [UNPRUNED, DMCP, UNIFORM] and found[UNIFORM]["accuracy"] == uniform
-    assert found[DMCP]["mean"] == pytest.approx(np.mean(ours))
-    assert found[DMCP]["deviation"] == pytest.approx(np.std(ours, ddof=1))
+    unpruned, found = summary["networks"]
+    assert (unpruned["name"], found["name"], found["accuracy"]) == (UNPRUNED, DMCP, ours)
+    assert [found["mean"], found["deviation"]] == pytest.approx([np.mean(ours), np.std(ours, ddof=1)])
     assert "490–500" in summary_table(summary) and "90.47 ± 0.09 (3)" in summary_table(summary)
-    assert all(it["deviation"] is None for it in summarize(folders[:1])["networks"])
+    assert summarize(folders[:1])["networks"][0]["deviation"] is None
