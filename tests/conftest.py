@@ -15,7 +15,6 @@ import typer.main
 from torch import Tensor, nn
 
 from dmcp import models
-from dmcp.cli import job as job_module
 from dmcp.results import milliseconds
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -47,17 +46,12 @@ def figures() -> None:
 @pytest.fixture(autouse=True)
 def _quick_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What commands do beside the matter is short, and what they print does not depend on how fast this machine is."""
-    for module in ("results",):  # not ten times; test_pruning calls what does that itself
-        monkeypatch.setattr(f"dmcp.{module}.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
+    # not ten times; test_pruning calls what does that itself
+    monkeypatch.setattr("dmcp.results.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
     if "figures" not in request.fixturenames:  # they take longer than the short runs of tests
-        for module in ("runs", "cli.prune"):
-            monkeypatch.setattr(f"dmcp.{module}.draw_all", lambda *_, **__: [])
-    left_out = job_module._left_out  # commands take 708 of the 1415 digits; all of them would say what is left out
-    monkeypatch.setattr(
-        job_module, "_left_out", lambda config, count: () if config.data == "digits" else left_out(config, count)
-    )
+        monkeypatch.setattr("dmcp.runs.draw_all", lambda *_, **__: [])
     # hundreds of tests type commands for the same small networks: tracing them anew would be most of the time
-    monkeypatch.setattr("dmcp.cli.job.trace", _trace_once)
+    monkeypatch.setattr("dmcp.cli.session.trace", _trace_once)
 
 
 _GRAPHS: dict[object, ChannelGraph] = {}

@@ -6,13 +6,11 @@ import io
 import json
 import re
 from contextlib import redirect_stdout
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_pruning import TRAIN, Noise, traced
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from typed import command
@@ -20,14 +18,11 @@ from typed import command
 import dmcp
 from dmcp.cli import prune as commands
 from dmcp.cli.config import RunConfig
-from dmcp.cli.job import load_weights, open_job
-from dmcp.cli.prune import forecast
+from dmcp.cli.session import load_weights, open_job
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import WidthsError
 from dmcp.models import build
-from dmcp.settings import UNPRUNED, SearchConfig
-from dmcp.supernet import Supernet
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
 Capture = pytest.CaptureFixture[str]
@@ -143,51 +138,23 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
         assert torch.equal(tensor, source.state_dict()[name.removeprefix("fc.")])
     two = nn.ModuleList([nn.Linear(4, 10), nn.Linear(4, 10)])  # which one gives the classes?
     torch.save(nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).state_dict(), tmp_path / "two.pth")
-    for net, file, classes in ((build("digits:resnet"), "imagenet.pth", None), (two, "two.pth", 10)):
-        with pytest.raises(WidthsError):
-            load_weights(net, tmp_path / file, classes)
-
-
-def test_frozen_weights_of_a_file_are_in_the_fresh_network_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["from dmcp.models import build", "def still():", "    net = build('digits:resnet')"]
-    lines += ["    net.layer1.requires_grad_(False)", "    return net"]
-    (tmp_path / "my_still_net.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(tmp_path)
-    torch.manual_seed(7)  # not the run's
-    torch.save(build("digits:resnet").state_dict(), tmp_path / "start.pth")
-    config = RunConfig(model="my_still_net:still", data="digits", weights=str(tmp_path / "start.pth"), device="cpu")
-    job = open_job(config)
-    first, second = ([it.layer1[0].conv1.weight, it.conv1.weight] for it in (job.model, job.fresh))
-    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+    with pytest.raises(WidthsError):
+        load_weights(two, tmp_path / "two.pth", 10)
 
 
 def test_a_dry_run_trains_and_writes_nothing_and_knows_of_bounds(
     graph: dmcp.ChannelGraph, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "prune", *DRY, "--baselines", "--kernels")
-    assert code == 0 and err.startswith("--kernels changes nothing on cpu") and list(tmp_path.iterdir()) == []
-    assert all(words in out for words in ("asked for: at most 381,760 MACs", "uniform", "GiB on cpu", "Nothing was"))
+    code, out, err = run(capsys, "prune", *DRY, "--baselines")
+    assert (code, err) == (0, "") and list(tmp_path.iterdir()) == []
+    assert all(words in out for words in ("asked for: at most 381,760 macs", "uniform", "in all", "Nothing was"))
     monkeypatch.setattr(commands, "forecast", lambda *_: [])  # the times of steps are not asked for
     given = ((), ("--min-channels", "8"), ("--max-channels", "60"))
     reached = [json.loads(run(capsys, "prune", *DRY, "--json", *more)[1])["reachable"] for more in given]
     low, high = ([it[end]["macs"] for it in reached] for end in ("min", "max"))
     assert low[0] == low[2] < low[1] == graph.macs({space.name: 8 for space in graph.spaces})
     assert high[0] == high[1] > high[2] == graph.macs({space.name: min(56, space.size) for space in graph.spaces})
-
-
-@pytest.mark.parametrize(("batches", "accumulate"), [(1, 1), (2, 3), (7, 1)])
-def test_a_forecast_counts_every_step(batches: int, accumulate: int) -> None:
-    """With a clock that only counts how often it was read, a step takes 1 s, whatever the loader's length."""
-    ticks = count()
-    search = SearchConfig(budget="60%", epochs=4, groups=4, accumulate=accumulate)
-    config = RunConfig(search=search, train=TRAIN, teacher=UNPRUNED, baselines=True)
-    model, graph = traced()
-    stages = forecast(Supernet(model, graph, 4), Noise(batches), config, lambda net: float(next(ticks)))
-    steps = 2 * -(-batches // accumulate)
-    assert [(it.name, it.steps) for it in stages[:2]] == [("warm-up", steps), ("search", steps)]
-    assert [it.seconds for it in stages[:3]] == [it.steps for it in stages[:3]]
-    assert all(it.seconds >= it.steps for it in stages)
 
 
 # without a search, and for several budgets
@@ -214,8 +181,8 @@ def test_several_budgets_are_one_search_and_a_run_folder_each(weights: str, caps
         code, printed, _ = run(capsys, "evaluate", str(folder / name), "--device", "cpu", "--json")
         (row,) = json.loads(printed)["networks"]
         assert code == 0 and f"{100 * row['accuracy']:.2f}%" == table(out)[f"dmcp {name}"][2]
-        code, printed, _ = run(capsys, "export", str(folder / name), "--out", str(tmp_path / "net.pt2"), "--quiet")
-        assert code == 0 and f"{row['params']:,}" in printed
+        code, printed, _ = run(capsys, "export", str(folder / name), "--out", str(tmp_path / "net.pt2"), "--json")
+        assert code == 0 and json.loads(printed)["params"] == row["params"]
         assert run(capsys, "sample", str(folder / name), "--out", str(tmp_path))[0] == 0
         assert sum(p.numel() for p in dmcp.load(folder / name, build("digits:resnet")).parameters()) == row["params"]
     listed = [json.loads(run(capsys, "runs", str(it), "--json")[1]) for it in (tmp_path, folder)]
@@ -235,7 +202,7 @@ def test_a_cut_without_a_search_and_without_training(weights: str, capsys: Captu
     assert not list((tmp_path / "run").glob("search*")) and (tmp_path / "run" / "report.md").exists()
     code, out, _ = run(capsys, "prune", *words, "--budget", "40%", "--budget", "20%", "--out", str(tmp_path / "two"))
     assert code == 0 and json.loads(out)["budgets"]["20%"]["macs_share"] <= 0.2
-    for wrong in (("--method", "l11"), ("--method", "dmcp-direct"), ("--retrain", "scratch"), ("--budget", "0.1%")):
+    for wrong in (("--method", "l11"), ("--method", "dmcp-direct"), ("--budget", "0.1%")):
         code, out, err = run(capsys, "prune", *words, *wrong, "--out", str(tmp_path / "wrong"))
         assert (code, out, err.count("\n"), (tmp_path / "wrong").exists()) == (2, "", 1, False)
 
@@ -245,7 +212,9 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
     facts = json.loads(run(capsys, *words, "--epochs", "3", "--budget", "60%", "--budget", "40%")[1])
     assert facts["chosen"].keys() == {"batch", "search_epochs", "search_lr", "warmup", "lr"}
     assert len(facts["asked"]) == 2
-    assert [it["name"] for it in facts["stages"]] == ["warm-up", "search", "dmcp 60%", "dmcp 40%"]
+    steps = {"search": 35 * 11, "dmcp 60%": 3 * 11, "dmcp 40%": 3 * 11}  # passes, and batches in one
+    assert {it["name"]: it["steps"] for it in facts["stages"]} == steps and facts["steps"] == sum(steps.values())
+    assert facts["seconds"] == pytest.approx(sum(it["seconds"] for it in facts["stages"]))
     facts = json.loads(run(capsys, *words, "--method", "l2")[1])
     assert facts["chosen"].keys() == {"batch", "epochs", "lr"} and [it["name"] for it in facts["stages"]] == ["l2"]
 
@@ -256,10 +225,7 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
 def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> None:
     options = [option for option in SMALL if option != "--quiet"]
     code, out, err = run(capsys, "train", *options, "--epochs", "2", "--out", str(tmp_path / "run"))
-    settings, progress = err.splitlines()
-    assert code == 0 and settings == "training: batch 708, highest learning rate 0.2766"
-    assert re.fullmatch(r"unpruned: 2 of 2, loss [\d.]+", progress)
-    assert "\x1b" not in out + err
+    assert code == 0 and re.fullmatch(r"unpruned: 2 of 2, loss [\d.]+\n", err) and "\x1b" not in out + err
 
 
 # sample
@@ -281,9 +247,8 @@ def test_samples_differ_and_are_inside_the_budget(
     assert code == 0 and "scaled to 30%" in err and printed.startswith(f"{out}/expected-30%.json: ")
     assert 0.95 * 0.3 <= graph.macs(graph.widths(read_widths(out, "expected-30%.json"))) / graph.macs() <= 0.3
     assert run(capsys, *words, "--budget", "50%")[2] == "" and sorted(folder.iterdir()) == before
-    for wrong in (("--budget", "0.1%"), ("--out", str(folder / "widths.json"))):
-        code, printed, err = run(capsys, *words, *wrong)
-        assert (code, printed) == (2, "") and err.count("\n") == 1
+    code, printed, err = run(capsys, *words, "--budget", "0.1%")
+    assert (code, printed) == (2, "") and err.count("\n") == 1
 
 
 # inspect
@@ -307,14 +272,10 @@ def test_inspect_shows_totals_and_tied_layers(capsys: Capture) -> None:
 def test_inspect_builds_a_network_of_the_current_folder(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mynet.py").write_text(
-        "from torch import nn\n"
-        "def build(width=8, act=True, name=''):\n"
-        "    assert (width, act, name) == (12, False, 'x')\n"
-        "    net = nn.Sequential(nn.Conv2d(1, width, 3), nn.Conv2d(width, 2, 3))\n"
-        f"    net.add_module({LONG!r}, nn.Conv2d(2, 3, 3))\n"
-        "    return net\n"
-    )
+    lines = ["from torch import nn", "def build(width=8, act=True, name=''):"]
+    lines += ["    assert (width, act, name) == (12, False, 'x')", f"    long = nn.Conv2d(width, 2, 3), {LONG!r}"]
+    lines += ["    net = nn.Sequential(nn.Conv2d(1, width, 3))", "    net.add_module(*long[::-1])", "    return net"]
+    (tmp_path / "mynet.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     options = ("--input", "1x8x8", "--model-args", "width=12", "--model-args", "act=false", "--model-args", "name=x")
     code, out, err = run(capsys, "inspect", "mynet:build", *options)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dmcp.budget import check_reachable, parse
-from dmcp.cli.config import RECIPES, Request, RunConfig, argument, config_from_json, find_recipe, make_config, settle
-from dmcp.cli.job import build, trace_job
+from dmcp.cli.config import RECIPES, Request, RunConfig, find_recipe, make_config, read_config, settle
+from dmcp.cli.session import build, trace_job
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.runs import SETTINGS, Run
 from dmcp.searching.config import extremes
@@ -49,7 +49,7 @@ def test_defaults_depend_on_weights_and_retrain() -> None:
     assert it.train == TrainConfig(lr=0.4, warmup_lr=0.4 * 0.2 / 0.8, seed=3, weight_decay=0.5, label_smoothing=0)
     assert it.search and (it.search.lr, it.search.min_lr, it.search.seed, it.search.epochs) == (0.1, 0.01, 3, 2)
     assert (it.search.weight_decay, it.search.label_smoothing, it.seed, it.engine.compile) == (0.5, 0, 3, False)
-    assert config("search").train is None and config("train").search is None
+    assert config("search").retrain is Retrain.NONE and config("train").search is None
     teachers = [
         config(**typed).teacher for typed in ({}, {"teacher": "none"}, {"retrain": "slimmable"}, {"recipe": "paper"})
     ]
@@ -96,13 +96,11 @@ def test_a_recipe_is_changed_by_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "bound"),
-    [([], {}), (["8"], 8), (["a.b=3"], {"a.b": 3}), (["6", "layer2.0.conv1=12"], {"": 6, "layer2.0.conv1": 12})],
+    ("typed", "bound"), [([], {}), (["8"], 8), (["6", "layer2.0.conv1=12"], {"": 6, "layer2.0.conv1": 12})]
 )
 def test_bounds_are_one_number_or_numbers_by_name(typed: list[str], bound: object) -> None:
     it = config(**({"min_channels": typed} if typed else {}))
     assert it.search and it.search.min_channels == bound
-    assert config_from_json(json.loads(json.dumps(it.to_json())), "here") == it
 
 
 WRONG: list[tuple[dict[str, Any], type[DmcpError]]] = [
@@ -111,17 +109,10 @@ WRONG: list[tuple[dict[str, Any], type[DmcpError]]] = [
     ({"groups": 0}, TrainingError),
     ({"seed": 2**63}, DmcpError),
     ({"search_epochs": 1, "warmup": 0.9}, TrainingError),
-    ({"min_channels": ["0"]}, DmcpError),
-    ({"min_channels": ["=3"]}, DmcpError),
-    ({"min_channels": ["8", "9"]}, DmcpError),
-    ({"max_channels": ["a=3", "a=4"]}, DmcpError),
+    ({"min_channels": ["0"]}, TrainingError),
+    ({"max_channels": ["a=few"]}, DmcpError),
     ({"teacher": "given"}, DmcpError),
-    ({"teacher": "x.pth", "retrain": Retrain.SLIMMABLE}, DmcpError),
-    ({"teacher_model": "resnet18"}, DmcpError),
     ({"teacher": UNPRUNED, "teacher_model": "resnet18"}, DmcpError),
-    ({"teacher": "x.pth", "teacher_model_args": ["width=3"]}, DmcpError),
-    ({"teacher": "x.pth", "teacher_model": "resnet18", "teacher_model_args": ["wide"]}, DmcpError),
-    ({"teacher": "none", "kd_weight": 0.5}, DmcpError),
     ({"teacher": "x.pth", "kd_weight": 1.5}, TrainingError),
     ({"recipe": "imagenet"}, DmcpError),
 ]
@@ -132,12 +123,6 @@ def test_settings_that_make_no_sense(typed: dict[str, Any], kind: type[DmcpError
     with pytest.raises(DmcpError) as caught:
         config(**typed)
     assert caught.type is kind
-    if "teacher" in typed:
-        with pytest.raises(DmcpError):
-            config("train", **typed)
-    with pytest.raises(DmcpError):  # which would be its own teacher
-        config("train", teacher=UNPRUNED)
-    assert config("train", teacher=UNPRUNED, widths="w.json").teacher == UNPRUNED
 
 
 def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
@@ -147,29 +132,25 @@ def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
     def resumed(command: str = "prune", **typed: Any) -> RunConfig:
         return make_config(Request(command=command, typed=typed, resume=str(tmp_path)))
 
-    assert resumed() == begun
+    assert resumed() == begun  # read back from JSON
     assert resumed(lr=0.4, min_channels=["8"], ignore=["conv1"], seed=2) == begun
     assert resumed(workers=3, corrupt=Corrupt.SKIP) == replace(begun, workers=3, corrupt=Corrupt.SKIP)
     for typed in ({"lr": 0.5}, {"budget": "40%"}, {"ignore": ["fc"]}, {"min_channels": ["7"]}, {"compile": True}):
         with pytest.raises(DmcpError, match="goes on with the settings it began with"):
             resumed(**typed)
-    with pytest.raises(DmcpError, match="dmcp prune --resume"):
+    with pytest.raises(DmcpError, match="dmcp prune"):
         resumed("search")
     with pytest.raises(FileError):
         make_config(Request(command="prune", typed={}, resume=str(tmp_path / "nothing")))
 
 
-def test_settings_of_another_version_are_refused() -> None:
+def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
     plain = json.loads(json.dumps(config().to_json()))
     changes = ({"engine": None}, {"search": 3}, {"model": 7}, {"ignore": [1]}, {"search": {"more": 1}}, {"batch": "x"})
     for stored in ({}, *(plain | change for change in changes)):
+        Run(tmp_path).write(SETTINGS, stored)
         with pytest.raises(FileError):
-            config_from_json(stored, "settings.json")
-
-
-def test_arguments_of_a_builder() -> None:
-    for text, value in (("a=3", 3), ("a=1.5", 1.5), ("a=False", False), ("a=(1, 2)", (1, 2)), ("a=x", "x")):
-        assert argument(text) == ("a", value)
+            read_config(tmp_path)
 
 
 # recipes

@@ -31,8 +31,8 @@ from torch import nn
 import dmcp
 from dmcp import budget
 from dmcp.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from dmcp.cli.config import RunConfig, config_from_json
-from dmcp.cli.job import load_weights
+from dmcp.cli.config import RunConfig, read_config
+from dmcp.cli.session import load_weights
 from dmcp.data import datasets
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.results import Row
@@ -193,7 +193,7 @@ READS: dict[Callable[[Path], Any], tuple[str, ...]] = {
     lambda run: dmcp.load(run, network()[0]): ("widths.json", "model.safetensors"),
     lambda run: dmcp.cut(*network(), Widths.from_json(read_json(run / "widths.json"))): ("widths.json",),
     lambda run: dmcp.expected(load_search(run, network()[1])): ("search.json", "search.safetensors"),
-    lambda run: config_from_json(read_json(run / "settings.json"), run).to_json(): ("settings.json",),
+    lambda run: read_config(run)[1].to_json(): ("settings.json",),
     lambda run: (load_checkpoint(run / "checkpoints" / "search"), Run(run).rewind()): (STEP,),
     lambda run: Run(run).records("search"): ("log.jsonl",),
     lambda run: datasets.load(run): ("train-0.npz",),
@@ -277,7 +277,7 @@ def test_weights_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
     put(tmp_path / "run", files())
     torch.save({"0.weight": Trap()}, tmp_path / "weights.pth")
-    with pytest.raises(FileError, match="not a file of plain weights"):
+    with pytest.raises(FileError, match="not plain weights"):
         load_weights(network()[0], tmp_path / "weights.pth")
     member = io.BytesIO()
     np.save(member, np.array([Trap()], dtype=object))

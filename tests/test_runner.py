@@ -14,9 +14,9 @@ from torch import nn
 from typed import command
 
 import dmcp
-from dmcp.cli import launch
+from dmcp.cli import prune
 from dmcp.cli.config import RunConfig
-from dmcp.cli.job import Job, open_job
+from dmcp.cli.session import Job, open_job
 from dmcp.compare import runner
 from dmcp.compare.runner import Comparison, PlannedRun, Protocol, begin, plan
 from dmcp.compare.table import write_table
@@ -297,10 +297,10 @@ def test_the_table_has_the_figures_of_the_runs(job: Job, tmp_path: Path) -> None
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs are done in this process: new ones would import torch for most of the time."""
 
-    def run_here(commands: Sequence[launch.Command], *_: Any, **__: Any) -> list[launch.Ended]:
-        return [launch.Ended(it, command(*it.argv[len(launch.COMMAND) :]), "") for it in commands]
+    def run_here(commands: Sequence[prune.Command], *_: Any, **__: Any) -> dict[str, str]:
+        return {it.name: f"exit code {code}" for it in commands if (code := command(*it.words))}
 
-    monkeypatch.setattr(launch, "run_side_by_side", run_here)
+    monkeypatch.setattr(prune, "run_side_by_side", run_here)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

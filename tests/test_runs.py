@@ -15,7 +15,6 @@ import torch
 from nets import Residual, sample
 
 import dmcp
-from dmcp.checkpoint import Checkpoint, save_checkpoint
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
@@ -128,14 +127,11 @@ def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
 
 def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path) -> None:
     refuse_taken(tmp_path)  # not where it is empty
-    (tmp_path / "mine.txt").write_text("dear")
-    for taken in (tmp_path, tmp_path / "mine.txt"):
-        with pytest.raises(FileError):
-            refuse_taken(taken)
-    assert free_folder("new", tmp_path).name == "new"
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new-2").mkdir()
-    assert free_folder("new", tmp_path).name == "new-3"
+    for name in ("new", "new-2", "new-3"):
+        assert free_folder("new", tmp_path).name == name
+        (tmp_path / name).mkdir()
+    with pytest.raises(FileError):
+        refuse_taken(tmp_path)
 
 
 def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
@@ -144,17 +140,9 @@ def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"stage": "sea')  # killed here
     assert run.records("search") == [{"step": 0}] and run.lines() == 1
-    (tmp_path / "log.jsonl").write_text('{"step": 3}\n')
-    with pytest.raises(FileError, match="line 1"):
-        run.records("search")
-
-
-@pytest.mark.parametrize("facts", [{}, {"lines": "2", "done": False}, {"lines": 2, "done": 0}], ids=str)
-def test_checkpoints_that_are_not_of_a_run_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    save_checkpoint(run.checkpointer({}).stage("search").folder, Checkpoint(1, {}, facts))
+    (tmp_path / "log.jsonl").write_text("3\n")
     with pytest.raises(FileError):
-        run.rewind()
+        run.records("search")
 
 
 # the search
@@ -162,7 +150,6 @@ def test_checkpoints_that_are_not_of_a_run_are_refused(facts: dict[str, Any], tm
 EDITED: list[tuple[dict[str, Any], type[DmcpError]]] = [
     ({"budget": None}, FileError),
     ({"budget": {"limits": [{"kind": "watts", "target": 3}], "text": ""}}, DmcpError),
-    ({"tolerance": 1.5}, FileError),
     ({"align": True}, FileError),
     ({"more": 1}, FileError),
     ({"format": "torch-dmcp search 0"}, FileError),
@@ -185,28 +172,17 @@ def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -
         path.write_text(json.dumps(facts | changes))
         with pytest.raises(error):
             load_search(tmp_path, found.graph)
-    for text in ("{", "[]"):
-        path.write_text(text)
-        with pytest.raises(FileError):
-            load_search(tmp_path, found.graph)
 
 
 def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
     found = pruned()[0].search
     save_search(found, tmp_path)
     alphas, sizes = found.alphas, found.sizes
-    first = torch.zeros_like(sizes)
-    first[0, 0] = 1
-    for wrong in (
-        {"alphas": alphas, "sizes": sizes.double()},
-        {"alphas": alphas, "sizes": sizes - first * sizes},  # an empty group
-        {"alphas": alphas, "sizes": sizes + 1000 * first},
-        {"alphas": alphas * float("nan"), "sizes": sizes},
-        {"sizes": sizes},
-        None,
-    ):
-        file = tmp_path / "search.safetensors"
-        file.write_bytes(b"no" if wrong is None else safetensors.torch.save(wrong))
+    empty, large = sizes.clone(), sizes.clone()
+    empty[0, 0], large[0, 0] = 0, 1000
+    tables = [{"alphas": alphas, "sizes": it} for it in (sizes.double(), empty, large)]
+    for wrong in (*tables, {"alphas": alphas * float("nan"), "sizes": sizes}, {"sizes": sizes}):
+        (tmp_path / "search.safetensors").write_bytes(safetensors.torch.save(wrong))
         with pytest.raises(FileError, match=r"search\.safetensors"):
             load_search(tmp_path, found.graph)
 
@@ -223,9 +199,6 @@ def test_facts_of_a_finished_run(tmp_path: Path) -> None:
     sigmoid = torch.tensor(2.0).sigmoid().item()
     assert run.expected == pytest.approx({"conv1": 1 + 2 / 2 + 2 / 4, "conv2": 4 + 4 * sigmoid})
     assert read_run(write_run(tmp_path / "b", TESTS, unpruned=None)).share("macs") is None
-    lines = [{"stage": "resumed", "from": 3}, TESTS[0] | {"energy": "low"}]  # of later versions
-    later = read_run(write_run(tmp_path / "c", lines))
-    assert (later.describe()["state"], len(later.rows), dict(later.training)) == ("done", 1, {})
     long = write_run(tmp_path / "d", [*step_lines(400), *TESTS])
     assert 0 < len(read_run(long, tail=2000).search) < 20
     assert read_run(long, tail=2000).describe() == read_run(long).describe()
@@ -251,24 +224,12 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path, lines: list[dict[s
     assert state(folder) == "stopped"
 
 
-def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
-    again = [line | {"weight_losses": [9.0]} for line in step_lines(20)[10:]]
-    run = read_run(write_run(tmp_path / "a", [*step_lines(15), *again], done=False))
-    assert [record.step for record in run.search] == list(range(20))
-    assert [record.weight_losses for record in run.search[9:11]] == [(2.0, 0.5, 0.7), (9.0,)]
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("settings.json", "{"),
         ("settings.json", "[" * 100_000),
         ("log.jsonl", "[1]\n"),
-        ("log.jsonl", json.dumps(TESTS[0] | {"accuracy": "high"}) + "\n"),
-        ("log.jsonl", json.dumps(TESTS[0] | {"accuracy": float("nan")}) + "\n"),
-        ("log.jsonl", json.dumps(TESTS[0] | {"macs": 10**30}) + "\n"),
-        ("log.jsonl", json.dumps(step_lines(1)[0] | {"ratios": ["1"]}) + "\n"),
-        ("times.jsonl", json.dumps({"name": "dmcp", "ms": "fast", "batch": 8}) + "\n"),
         ("widths.json", '{"widths": {"conv1": -3}, "input_shape": [], "fingerprint": ""}'),
         ("outcome.json", '{"asked_ms": -1}'),
         ("search.json", '{"spaces": 3}'),
@@ -282,12 +243,11 @@ def test_a_damaged_run_says_which_file(tmp_path: Path, name: str, text: str) -> 
     assert state(folder) == "damaged" and run.problems[0].startswith(name) and str(tmp_path) not in run.problems[0]
 
 
-def test_what_comes_before_a_damaged_line_is_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", step_lines(5))
-    with (folder / "log.jsonl").open("a") as file:
-        file.write("no\n" + json.dumps(TESTS[0]) + "\n")
-    run = read_run(folder)
-    assert (len(run.search), run.rows, state(folder)) == (5, (), "damaged")
+def test_lines_that_are_no_records_or_done_again_are_passed_over(tmp_path: Path) -> None:
+    changes = ({"accuracy": "high"}, {"accuracy": float("nan")}, {"macs": 10**30}, {"stage": "resumed"})
+    lines = [*step_lines(5), *step_lines(5), *(TESTS[0] | change for change in changes), TESTS[2]]
+    run = read_run(write_run(tmp_path / "a", lines))
+    assert (len(run.search), [row.name for row in run.rows], run.describe()["state"]) == (5, ["dmcp"], "done")
 
 
 def test_runs_of_folders(tmp_path: Path) -> None:
@@ -302,5 +262,5 @@ def test_runs_of_folders(tmp_path: Path) -> None:
     assert [run.name for run in read_runs([alone, table])] == ["alone", "one", "two"]
     assert [run.name for run in read_runs([table / "two", table])] == ["two", "one"]  # none twice
     for read in (lambda: list_runs(tmp_path / "none"), lambda: read_run(table), lambda: read_runs([table / "plans"])):
-        with pytest.raises(FileError):
+        with pytest.raises((FileError, OSError)):
             read()

@@ -144,10 +144,10 @@ def turn_times(
                 break
             for call, own in zip(calls, times, strict=True):
                 for turn in range(_PASSES + 1):
-                    _wait(device)
+                    wait(device)
                     before = now()
                     call()
-                    _wait(device)
+                    wait(device)
                     if number and turn:
                         own.append(1000 * (now() - before))
             update(number + 1)
@@ -157,7 +157,8 @@ def turn_times(
     return [slower * quick for quick in fast]
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "rep
 INPUT = "input.json"  # how images become inputs
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
-REPLACED = "replaced.jsonl"  # unreadable image files that others were taken for
+REPLACED = "replaced.json"  # unreadable image files that others were taken for
 OUTCOME = "outcome.json"  # how a limit of latency ended
 PREPARED = "prepared.safetensors"  # a network that other runs start from
 _MAX_LOG, _MAX_ALPHAS, _LIST_TAIL = 2**30, 2**26, 2**20  # bytes that are read; of a log, for a list of runs
@@ -61,15 +60,13 @@ class Run:
     def write(self, name: str, data: Any) -> None:
         """Write a file: text and bytes as they are, anything else as JSON."""
         text = data if isinstance(data, str | bytes) else json.dumps(data, indent=1)
-        with _file_errors(self.folder):
-            write_files(self.folder, {name: text.encode() if isinstance(text, str) else text})
+        write_files(self.folder, {name: text.encode() if isinstance(text, str) else text})
 
     def add(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line to a file of records."""
-        with _file_errors(self.folder / name):
-            refuse_link(self.folder / name)
-            with (self.folder / name).open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        refuse_link(self.folder / name)
+        with (self.folder / name).open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
     def on_event(self, event: Event) -> None:
         """Log a record, or save the result of the search; equal runs have equal logs: times are in another file."""
@@ -89,14 +86,7 @@ class Run:
 
     def records(self, stage: str) -> list[dict[str, Any]]:
         """The log of one stage."""
-        found = []
-        for number, line in enumerate(_lines(self.folder / LOG), start=1):
-            record = parse_json(line, f"{self.folder / LOG}, line {number}")
-            if not isinstance(record, dict) or "stage" not in record:
-                raise FileError(f"{self.folder / LOG}, line {number}: not a record of a run.")
-            if record.pop("stage") == stage:
-                found.append(record)
-        return found
+        return [record for record in _records(self.folder / LOG) if record.pop("stage", None) == stage]
 
     def lines(self) -> int:
         """Lines of the log, all of them safe on the disk."""
@@ -111,15 +101,6 @@ class Run:
         refuse_link(self.folder / CHECKPOINTS)
         return Checkpointer(self.folder / CHECKPOINTS, identity, lines=self.lines, earlier=self.records, **when)
 
-    def replaced(self, part: str) -> set[str]:
-        """Image files of `train` or `test` that were replaced since the run began."""
-        found = set()
-        for line in _lines(self.folder / REPLACED):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut it
-                record = json.loads(line)
-                found |= {str(record["file"])} if record["part"] == part else set()
-        return found
-
     def rewind(self) -> None:
         """Cut the log back to the last checkpoint; stages after the first unfinished one begin anew."""
         for path in self.folder.iterdir():  # figures, too, are written again
@@ -127,13 +108,13 @@ class Run:
         path = self.folder / CHECKPOINTS
         stages = sorted(path.iterdir()) if path.is_dir() else []
         loaded = [(checkpoint.facts, stage) for stage in stages if (checkpoint := load_checkpoint(stage)) is not None]
-        if not all(type(facts.get("lines")) is int and type(facts.get("done")) is bool for facts, _ in loaded):
+        if not all(type(facts.get("lines")) is int for facts, _ in loaded):
             raise FileError(f"{path}: these are not the checkpoints of a run: remove them to start from the beginning.")
         loaded.sort(key=lambda it: int(it[0]["lines"]))
         kept, going_on = 0, True
         for facts, stage in loaded:
             if going_on:
-                kept, going_on = facts["lines"], facts["done"]
+                kept, going_on = facts["lines"], facts.get("done") is True
             else:
                 shutil.rmtree(stage)
         lines = _lines(self.folder / LOG)
@@ -145,8 +126,8 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether nothing is left to do."""
-        saved = (self.folder / WIDTHS).exists() and not (self.folder / CHECKPOINTS).exists()
-        return saved or (self.folder / REPORT).exists()
+        made = any((self.folder / name).is_file() for name in (WIDTHS, PREPARED))
+        return (made and not (self.folder / CHECKPOINTS).exists()) or (self.folder / REPORT).is_file()
 
     def finish(self, result: PruneResult, notes: Sequence[str] = ()) -> list[str]:
         """Write the network, the figures and the report with these notes; return warnings of diverged trainings."""
@@ -182,10 +163,12 @@ class Run:
             if own.search:
                 save_search(own.search, run.folder)
             warnings += [f"{name}: {text}" for text in run.finish(own, notes)]
-        points = [
-            (*_split(row.name, result.front), row.macs, row.accuracy, error_of(row) or 0.0) for row in result.rows
-        ]
         if not result.rows[0].own_metric:  # the axis has shares
+            points = []
+            for row in result.rows:
+                name, _, budget = row.name.rpartition(" ")
+                name, budget = (name, budget) if budget in result.front else (row.name, "")
+                points.append((name, budget, row.macs, row.accuracy, error_of(row) or 0.0))
             save_figure(accuracy_over_cost(points), self.folder / "front.svg")
         asked = ", ".join(own.budget.text for own in result.front.values())
         links = [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front]
@@ -208,17 +191,10 @@ class Run:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _split(name: str, front: Iterable[str]) -> tuple[str, str]:
-    """The name of a row of several budgets without its budget, and this."""
-    budget = next((it for it in front if name.endswith(f" {it}")), "")
-    return name.removesuffix(f" {budget}"), budget
-
-
 def refuse_taken(path: Path) -> None:
     """Refuse a folder that holds something else than a lock."""
-    with _file_errors(path):
-        if path.exists() and any(it.name != io.LOCK for it in path.iterdir()):
-            raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
+    if path.exists() and any(it.name != io.LOCK for it in path.iterdir()):
+        raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
 
 
 def slug(text: str) -> str:
@@ -271,8 +247,8 @@ class _Facts:
     independent: bool
 
     def __post_init__(self) -> None:
-        if self.format != _FORMAT or not 0 < self.tolerance < 1 or (self.align or 1) < 1:
-            raise ValueError(f"{self.format}, tolerance {self.tolerance}, align {self.align}")
+        if self.format != _FORMAT:
+            raise ValueError(self.format)
 
 
 def save_search(result: SearchResult, folder: Path) -> None:
@@ -287,8 +263,7 @@ def save_search(result: SearchResult, folder: Path) -> None:
         align=result.align,
         independent=result.process is INDEPENDENT,
     )
-    with _file_errors(folder):
-        write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
+    write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
 
 
 def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchResult:
@@ -338,7 +313,6 @@ class PastRun:
     expected: Mapping[str, float] = field(default_factory=dict)  # width of each space at the end of the search
     widths: Mapping[str, int] = field(default_factory=dict)
     latency: Outcome | None = None
-    done: bool = False  # whether everything that the command makes is there
     running: bool = False
     problems: tuple[str, ...] = ()  # what could not be read
 
@@ -347,6 +321,11 @@ class PastRun:
         """The folder's name; of one of several budgets behind that of their run."""
         folder = self.folder.resolve()
         return plain(f"{folder.parent.name}/{folder.name}" if is_run(folder.parent) else folder.name)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything that the command makes is there."""
+        return Run(self.folder).done
 
     @property
     def before(self) -> dict[str, int]:
@@ -409,25 +388,22 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
     """A run as far as it can be read, of its log the last `tail` bytes or all; only what is no run is refused."""
     if not is_run(folder):
         raise FileError(f"{folder}: not a run: give a folder that dmcp prune, search or train has made.")
-    found, problems = dict[str, Any](), list[str]()
-    with _noting(folder / SETTINGS, problems):
-        found["settings"] = read_json(folder / SETTINGS)
-    found |= _read_log(folder, tail, problems)
-    readers: dict[str, Callable[[Any], dict[str, Any]]] = {
-        SEARCH: lambda facts: _read_chains(folder, facts),
-        WIDTHS: lambda facts: {"widths": dict(Widths.from_json(facts))},
-        OUTCOME: lambda facts: {"latency": from_plain(Outcome, facts)},
-    }
-    for name, read in readers.items():
-        if (folder / name).is_file():
-            with _noting(folder / name, problems):
-                found |= read(read_json(folder / name))
-    prepared = (folder / PREPARED).is_file() and not (folder / CHECKPOINTS).exists()
-    searched = value_at(found, "settings", "command") == "search"
-    several = bool(value_at(found, "settings", "budgets")) and (folder / REPORT).is_file()
-    found["done"] = prepared or several or bool(found.get("widths") and (found["rows"] or searched))
-    started = (folder / SETTINGS if (folder / SETTINGS).is_file() else folder).stat().st_mtime
-    return PastRun(folder=folder, started=started, running=io.is_locked(folder), problems=tuple(problems), **found)
+    found: dict[str, Any] = {"folder": folder, "running": io.is_locked(folder), "started": folder.stat().st_mtime}
+    path = folder / SETTINGS
+    try:
+        found |= {"settings": read_json(path), "started": path.stat().st_mtime}
+        path = folder / LOG
+        found |= _read_log(folder, tail)
+        if (path := folder / WIDTHS).is_file():
+            found["widths"] = dict(Widths.from_json(read_json(path)))
+        if (path := folder / OUTCOME).is_file():
+            found["latency"] = from_plain(Outcome, read_json(path))
+        if (path := folder / SEARCH).is_file():
+            found |= _read_chains(folder, read_json(path))
+    except Exception as error:  # a file may hold anything; its name alone, since the page may be shown to others
+        reason = str(error).replace(f"{folder}{os.sep}", "").rstrip(".") or type(error).__name__
+        found["problems"] = (plain(reason if reason.startswith("search.") else f"{path.name}: {reason}."),)
+    return PastRun(**found)
 
 
 def read_runs(folders: Sequence[Path]) -> list[PastRun]:
@@ -443,8 +419,7 @@ def read_runs(folders: Sequence[Path]) -> list[PastRun]:
 
 def list_runs(root: Path) -> list[PastRun]:
     """The runs in a folder, oldest first, with the ends of their logs."""
-    with _file_errors(root, "read"):
-        runs = [read_run(folder, _LIST_TAIL) for folder in root.iterdir() if is_run(folder)]
+    runs = [read_run(folder, _LIST_TAIL) for folder in root.iterdir() if is_run(folder)]
     return sorted(runs, key=lambda run: (run.started, run.name))
 
 
@@ -468,47 +443,32 @@ def value_at(data: Any, *keys: str) -> Any:
     return data
 
 
-@contextlib.contextmanager
-def _noting(path: Path, problems: list[str]) -> Iterator[None]:
-    """Note why a file cannot be read, by its name only: the page may be shown to others."""
-    try:
-        yield
-    except Exception as error:  # a file may hold anything
-        reason = str(error).replace(f"{path.parent}{os.sep}", "").rstrip(".") or type(error).__name__
-        problems.append(plain(reason if reason.startswith("search.") else f"{path.name}: {reason}."))
-
-
-def _read_log(folder: Path, tail: int, problems: list[str]) -> dict[str, Any]:
+def _read_log(folder: Path, tail: int) -> dict[str, Any]:
     """Records by kind; of a step that was done again after a stop, the later one counts."""
     steps: dict[str, dict[int, Any]] = {}  # by stage
     rows: dict[str, Row] = {}
-    with _noting(folder / LOG, problems):
-        for data in map(json.loads, _lines(folder / LOG, tail)):
-            kind = {"search": SearchRecord, "test": Row}.get(data["stage"], StepRecord)
-            if (record := _record(kind, data)) is not None:
-                where, key = (
-                    (rows, record.name) if kind is Row else (steps.setdefault(plain(data["stage"]), {}), record.step)
-                )
-                where[key] = record
-    with _noting(folder / TIMES, problems):
-        for time in map(json.loads, _lines(folder / TIMES)):
-            if time["name"] in rows:
-                rows[time["name"]] = _record(Row, asdict(rows[time["name"]]) | time)
+    times = {str(time.get("name")): time for time in _records(folder / TIMES)}
+    for data in _records(folder / LOG, tail):
+        stage = plain(str(data.get("stage")))
+        if stage == "test" and (row := _record(Row, data | times.get(str(data.get("name")), {}))):
+            rows[row.name] = replace(row, name=plain(row.name))
+        elif record := _record(SearchRecord if stage == "search" else StepRecord, data):
+            steps.setdefault(stage, {})[record.step] = record
     ordered = {name: tuple(found[step] for step in sorted(found)) for name, found in steps.items()}
-    named = tuple(replace(row, name=plain(row.name)) for row in rows.values())
-    return {"search": ordered.pop("search", ()), "training": ordered, "rows": named}
+    return {"search": ordered.pop("search", ()), "training": ordered, "rows": tuple(rows.values())}
 
 
 def _record(kind: Any, data: dict[str, Any]) -> Any:
-    """A record with finite numbers, None for a line of another kind; a metric of the user's own may be anything."""
-    if not {it.name for it in fields(kind) if it.default is MISSING} <= data.keys():
+    """A record with finite numbers; None for a line of another kind. A metric of the user's own may be anything."""
+    try:
+        record = from_plain(kind, {it.name: data[it.name] for it in fields(kind) if it.name in data})
+    except (TypeError, ValueError):
         return None
-    record = from_plain(kind, {it.name: data[it.name] for it in fields(kind) if it.name in data})
     for name, value in vars(record).items():
         numbers = value if isinstance(value, tuple) else (value,)
         free = name == "accuracy" and record.own_metric
         if not free and any(isinstance(it, int | float) and not abs(it) < _MAX_NUMBER for it in numbers):
-            raise ValueError(f"{name} is {value}")
+            return None
     return record
 
 
@@ -519,6 +479,15 @@ def _read_chains(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     expected = process.moment(process.marginals(alphas.double()), sizes, 1).tolist()
     targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
     return {"targets": targets, "expected": dict(zip(spaces, expected, strict=True))}
+
+
+def _records(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
+    """The lines of a file of records."""
+    for line in _lines(path, tail):
+        record = parse_json(line, path)
+        if not isinstance(record, dict):
+            raise FileError(f"{path}: not a file of records: it holds a {type(record).__name__}.")
+        yield record
 
 
 def _lines(path: Path, tail: int = 0) -> list[bytes]:
@@ -532,14 +501,3 @@ def _lines(path: Path, tail: int = 0) -> list[bytes]:
         start = max(path.stat().st_size - tail, 0)
         file.seek(start)
         return file.read(tail).split(b"\n")[bool(start) : -1]
-
-
-@contextlib.contextmanager
-def _file_errors(path: Path, what: str = "written") -> Iterator[None]:
-    """What the system refuses, as an error of ours."""
-    try:
-        yield
-    except FileError:
-        raise
-    except OSError as error:
-        raise FileError(f"{path}: cannot be {what}: {error.strerror or error}.") from error

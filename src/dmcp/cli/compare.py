@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dmcp.cli import launch, session
+from dmcp.cli import prune, session
 from dmcp.cli.config import Request, RunConfig, argument
-from dmcp.cli.job import Job, open_job, place_of
+from dmcp.cli.session import Job, place_of
 from dmcp.compare import runner
 from dmcp.compare.methods import GIVEN, METHODS, PEER, title
 from dmcp.compare.table import COMMANDS, PAGE, write_table
@@ -38,12 +38,10 @@ def gather(folder: Path, as_json: bool) -> None:
 
 def compare(config: RunConfig, request: Request) -> None:
     """dmcp compare."""
-    job, place = open_job(replace(config, device="cpu")), place_of(config)
-    session.check_job(job, config)
+    job, place = session.open_checked(replace(config, device="cpu")), place_of(config)
     runs = runner.plan(_comparison(config, request, job), job)
     usual = f"runs/{slug(f'compare {config.model} {Path(config.data).name}')}"  # the same each time
     folder = Path(request.out or usual)
-    session.log_notes(job, config)
     if request.dry_run:
         _list_planned(runs, folder, request.as_json)
         return
@@ -57,10 +55,10 @@ def compare(config: RunConfig, request: Request) -> None:
         for it in left:
             words = ("compare-run", str(folder / runner.PLANS / f"{it.name}.json"), str(folder / it.name), *debug)
             needs = (it.uses,) if it.uses in names else ()
-            commands.append(launch.Command(it.name, (*launch.COMMAND, *words), needs))
+            commands.append(prune.Command(it.name, words, needs))
         how: dict[str, Any] = {"at_once": request.more["at_once"], "quiet": request.quiet, "total": len(runs)}
-        ended = launch.run_side_by_side(commands, folder / _OUTPUT, place, **how)
-    failed = [end.describe() for end in ended if end.code != 0]
+        ended = prune.run_side_by_side(commands, folder / _OUTPUT, place, **how)
+    failed = [f"{name}: {reason}" for name, reason in ended.items()]
     if any(runner.is_done(folder / it.name) for it in runs):
         gather(folder, request.as_json)
     if failed:
@@ -78,7 +76,7 @@ def compare_run(settings: Path, folder: Path) -> None:
     place = {"resume": str(folder)} if runner.is_begun(folder) else {"out": str(folder)}
     request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
-        with session.session(config, request, whole=False) as here:
+        with session.session(config, request) as here:
             runner.OneRun(it, here.job, Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
@@ -116,7 +114,7 @@ def _read_settings(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         method, _, _ = text.partition("=")[0].rpartition(".")
-        name, value = argument(text.removeprefix(f"{method}."), "--set")
+        name, value = argument(text.removeprefix(f"{method}."))
         found.setdefault(title(method), {})[name] = value
     return found
 

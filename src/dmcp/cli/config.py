@@ -9,8 +9,6 @@ import ast
 import contextlib
 import difflib
 import inspect
-import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -41,7 +39,6 @@ from dmcp.settings import (
 )
 
 GIVEN = "given"  # the teacher that is the network of --weights
-_CHANNELS = re.compile("0*[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +49,9 @@ class RunConfig:
     recipe: str = setting("", "Settings by name, like imagenet_mobilenet_v2_211m; other options change them.")
     model: str = setting("", "resnet18, timm:NAME, cifar:NAME, digits:resnet, package.module:factory.")
     model_args: tuple[str, ...] = setting((), "Argument of its builder, like width_mult=1.5; repeatable.")
-    weights: str = setting(
-        "", "File to start from: .safetensors, or .pth with weights only; a last layer for other classes starts fresh."
-    )
+    weights: str = setting("", "File to start from, .safetensors or .pth; a last layer for other classes starts fresh.")
     data: str = setting("", "digits, cifar10, cifar100, a folder of shards, or one with train/ and val/.")
-    input: str = setting(
-        "", "Shape of one sample, like 3x224x224 (channels, height, width); default: the data's or the model's."
-    )
+    input: str = setting("", "Shape of one sample, like 3x224x224; default: the data's or the model's.")
     ignore: tuple[str, ...] = setting((), "Module or space that is not pruned; repeatable.")
     inexact: bool = setting(False, "Prune through LayerNorm and GroupNorm too, where gates only approximate.")
     holdout: float = setting(0.0, "Share of the training images that only the alphas see.", -1e300)
@@ -74,21 +67,15 @@ class RunConfig:
     latency_device: str = setting("", "Where it is timed: cpu or cuda; default: --device, or the CPU for onnx.")
     latency_runtime: RuntimeKind = setting(RuntimeKind.TORCH, "In what it is timed.")
     retrain: Retrain = setting(Retrain.SCRATCH, "How the pruned network gets its weights.")
-    method: str = setting(
-        "dmcp", "How widths are chosen: dmcp searches; l1, l2, uniform and others of dmcp compare cut without a search."
-    )
+    method: str = setting("dmcp", "How widths are chosen: dmcp searches; l1, l2, uniform, ... (see compare) only cut.")
     budgets: tuple[str, ...] = ()  # several: one search, at search.budget, and a network for each
     baselines: bool = setting(False, "Also train the unpruned network and uniform widths.")
     widths: str = setting("", "File of widths, of a run or of dmcp sample; default: unpruned.")
-    teacher: str = setting(
-        "",
-        "Network to learn from besides the labels: given (that of --weights), unpruned (trained first), a file, none; "
-        "auto: given if it is trained, else unpruned.",
-    )
+    teacher: str = setting("", "Whom to learn from: given (--weights), unpruned (trained first), a file, none, auto.")
     teacher_model: str = setting("", "Network of the teacher's weights, named like --model, if it is another one.")
     teacher_model_args: tuple[str, ...] = setting((), "Argument of the builder of --teacher-model; repeatable.")
     search: SearchConfig | None = None
-    train: TrainConfig | None = None
+    train: TrainConfig = TrainConfig()
     engine: Engine = Engine()
     save_steps: int = setting(1000, "Steps between two checkpoints.", 1)
     save_minutes: float = setting(5.0, "Minutes between two checkpoints, if that is sooner.", 0)
@@ -102,20 +89,19 @@ class RunConfig:
         return asdict(self)
 
 
-_PARTS: Mapping[str, Any] = {"": RunConfig, "train": TrainConfig, "search": SearchConfig, "engine": Engine}
+_PARTS: dict[str, Any] = {"": RunConfig, "train": TrainConfig, "search": SearchConfig, "engine": Engine}
 
 
-def config_from_json(data: Mapping[str, Any], path: object) -> RunConfig:
-    """The settings of a run; FileError where they are not of this version."""
-    from dmcp.runtime.io import from_plain, quote  # imports torch
+def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
+    """All that the settings of a run say, and its tree; FileError where they are not of this version."""
+    from dmcp.runs import SETTINGS, read_json  # imports torch
+    from dmcp.runtime.io import from_plain, quote
 
+    stored = read_json(run / SETTINGS)
     try:
-        return from_plain(RunConfig, {it.name: data[it.name] for it in fields(RunConfig)})
+        return stored, from_plain(RunConfig, {it.name: stored[it.name] for it in fields(RunConfig)})
     except (KeyError, TypeError, ValueError, OverflowError, DmcpError) as error:
-        raise FileError(
-            f"{path}: not the settings of a run of this version ({quote(error)}): go on with the version that began "
-            "it, or start anew in another folder (--out)."
-        ) from None
+        raise FileError(f"{run}: its settings are not of this version ({quote(error)}): start anew.") from None
 
 
 # recipes
@@ -179,12 +165,13 @@ class Request:
 
     command: str
     typed: Mapping[str, Any]  # option -> value
-    out: str = ""
-    resume: str = ""
-    seeds: int = 1
-    dry_run: bool = False
-    quiet: bool = False
-    as_json: bool = False
+    out: str = setting("", "Folder of the run; default: a new one in runs/.")
+    resume: str = setting("", "Go on with this run, which was interrupted, as it was begun.")
+    seeds: int = setting(1, "So many runs side by side, with seeds from --seed on, and their mean.")
+    dry_run: bool = setting(False, "Train nothing: spaces, reachable range, chosen settings, time and memory.")
+    no_train: bool = setting(False, "Stop at the cut networks with calibrated BatchNorms, and test them.")
+    quiet: bool = setting(False, "No progress, only the result.")
+    as_json: bool = setting(False, "Print plain data instead of text.")
     more: Mapping[str, Any] = field(default_factory=dict)  # options of compare that are no settings
 
 
@@ -192,19 +179,15 @@ def make_config(request: Request) -> RunConfig:
     """What was asked for: by options, by a recipe that options change, or by the run that goes on."""
     if request.resume:
         return _resumed(request)
-    typed = request.typed
+    typed = {**request.typed, "retrain": Retrain.NONE} if request.no_train else request.typed
     config = _apply(_defaults(request.command, typed), typed)
     for name in ("model", "data"):
         if not getattr(config, name):
             raise DmcpError(f"--{name} is missing: dmcp {request.command} --help says what it can be.")
-    _check_teacher(config, typed)
-    useless = {
-        f"--method {config.method}": () if config.method == "dmcp" else (*_SEARCHED, "search_images"),
-        "--no-train": ("epochs", "lr") if config.retrain is Retrain.NONE else (),
-    }
-    for why, names in useless.items():
-        if wrong := [f"--{name.replace('_', '-')}" for name in names if name in typed]:
-            raise DmcpError(f"{', '.join(wrong)} changes nothing with {why}: leave it out.")
+    if config.teacher == GIVEN and not config.weights:
+        raise DmcpError("--teacher given is the network of --weights, which are missing: give them.")
+    if config.teacher_model and config.teacher in ("", AUTO, GIVEN, UNPRUNED):
+        raise DmcpError("--teacher-model needs a file of its weights: name it with --teacher.")
     return config
 
 
@@ -217,40 +200,33 @@ def settle(
     batch, reason = default_batch(images, macs)
     batch = typed.get("batch", batch)
     usual = defaults("50%", config.retrain, trained=trained, images=images, batch=batch)
-    searches = config.search is not None and config.method == "dmcp"
-    trains = config.train is not None and config.retrain is not Retrain.NONE
+    searches, trains = config.search and config.method == "dmcp", config.retrain is not Retrain.NONE
     known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr"))}
     why = {"batch": (batch, reason), **usual.why}
     texts = {name: f"{value}: {reason}" for name, (value, reason) in why.items() if name not in known}
     few = usual.search_images if searches and "search_epochs" not in typed else 0
-    search, train = config.search and usual.search, config.train and usual.train
-    return _apply(replace(config, batch=batch, search_images=few, search=search, train=train), typed), texts
+    search = config.search and usual.search
+    return _apply(replace(config, batch=batch, search_images=few, search=search, train=usual.train), typed), texts
 
 
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
     """Settings that nobody typed; a trained network needs no warm-up, but its channels in order, and is fine-tuned."""
     trained = bool(typed.get("weights"))
     if typed.get("recipe"):
-        config = find_recipe(typed["recipe"])
+        config = replace(find_recipe(typed["recipe"]), command=command)
         if "model" in typed:
             config = replace(config, model_args=())
         if trained and config.search:
             config = replace(config, search=replace(config.search, warmup=0.0, sort=True))
-    else:
-        usual = Retrain.FINETUNE if trained or command != "train" else Retrain.SCRATCH
-        retrain = Retrain(typed.get("retrain") or usual)
-        config = RunConfig(
-            retrain=retrain,
-            teacher=AUTO if command == "prune" and retrain in (Retrain.FINETUNE, Retrain.SCRATCH) else "",
-            search=default_search("50%", trained),
-            train=default_training(retrain, trained),
-        )
-    return replace(
-        config,
+        return replace(config, retrain=Retrain.NONE) if command == "search" else config
+    usual = {"search": Retrain.NONE, "train": Retrain.FINETUNE if trained else Retrain.SCRATCH}
+    retrain = Retrain(typed.get("retrain") or usual.get(command, Retrain.FINETUNE))
+    return RunConfig(
         command=command,
-        search=config.search if command != "train" else None,
-        train=config.train if command != "search" else None,
-        retrain=config.retrain if command != "search" else Retrain.SCRATCH,
+        retrain=retrain,
+        teacher=AUTO if command == "prune" and retrain in (Retrain.FINETUNE, Retrain.SCRATCH) else "",
+        search=default_search("50%", trained) if command != "train" else None,
+        train=default_training(retrain, trained),
     )
 
 
@@ -269,7 +245,7 @@ def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
             changes.setdefault(part, {})[place] = tuple(value) if isinstance(value, list) else value
     if "search_lr" in typed:
         changes["search"]["min_lr"] = typed["search_lr"] / 10
-    if "lr" in typed and config.train:
+    if "lr" in typed:
         changes["train"]["warmup_lr"] = typed["lr"] * config.train.warmup_lr / config.train.lr
     config = replace(config, **changes.pop("", {}))
     for part, values in changes.items():
@@ -289,15 +265,8 @@ def _places(name: str) -> tuple[tuple[str, str], ...]:
         return (("search", name), ("train", name))
     if name == "seed":
         return (("", name), ("search", name), ("train", name))
-    return (next((part, name) for part, kind in _PARTS.items() if name in kind.__dataclass_fields__),)
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    """What an option is set to; None where the command has no such part."""
-    if name == "budget" and config.budgets:
-        return " and ".join(config.budgets)
-    found = [getattr(getattr(config, part) if part else config, place, None) for part, place in _places(name)]
-    return next((value for value in found if value is not None), None)
+    found = [(part, name) for part, kind in _PARTS.items() if name in kind.__dataclass_fields__]
+    return tuple(found[:1]) or (("request", name),)
 
 
 _RENEWABLE = ("workers", "corrupt")  # how files are read may change while a run goes on
@@ -308,57 +277,20 @@ def _resumed(request: Request) -> RunConfig:
     folder = Path(request.resume)
     _, config = read_config(folder)
     if config.command != request.command:
-        raise DmcpError(
-            f"{folder} is a run of dmcp {config.command}: go on with dmcp {config.command} --resume "
-            f"{shlex.quote(str(folder))}"
-        )
-    wanted = _apply(config, request.typed)
-    changed = [
-        f"--{name.replace('_', '-')} was {_value(config, name)}, is {_value(wanted, name)}"
-        for name in sorted(set(request.typed).difference(_RENEWABLE))
-        if _value(config, name) != _value(wanted, name)
-    ]
-    if changed:
-        raise DmcpError(f"{folder} goes on with the settings it began with, leave these out: {'; '.join(changed)}.")
-    return replace(config, **{name: getattr(wanted, name) for name in _RENEWABLE})
+        raise DmcpError(f"{folder} is a run of dmcp {config.command}: go on with that command.")
+    renewed = {name: value for name, value in request.typed.items() if name in _RENEWABLE}
+    others = {name: value for name, value in request.typed.items() if name not in _RENEWABLE}
+    if changed := [name for name, value in others.items() if _apply(config, {name: value}) != config]:
+        words = ", ".join(map(_word, changed))
+        raise DmcpError(f"{folder} goes on with the settings it began with: leave {words} out.")
+    return _apply(config, renewed)
 
 
-def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
-    """All that the settings of a run say, and its tree."""
-    from dmcp.runs import SETTINGS, read_json  # imports torch
-
-    stored = read_json(run / SETTINGS)
-    return stored, config_from_json(stored, run / SETTINGS)
-
-
-def _check_teacher(config: RunConfig, typed: Mapping[str, Any]) -> None:
-    """Refuse options about a teacher where nobody would learn from one."""
-    name, alone = config.teacher, config.command == "train" and not config.widths
-    for wrong, mistake in (
-        (
-            name not in ("", AUTO) and config.retrain is Retrain.SLIMMABLE,
-            "--teacher: with --retrain slimmable the unpruned one teaches",
-        ),
-        (name == GIVEN and not config.weights, "--teacher given is the network of --weights, which are missing"),
-        (
-            config.teacher_model and name in ("", AUTO, GIVEN, UNPRUNED),
-            "--teacher-model needs --teacher, a file of weights",
-        ),
-        (config.teacher_model_args and not config.teacher_model, "--teacher-model-args need --teacher-model"),
-        (not name and {"kd_weight", "kd_temperature"} & typed.keys(), "--kd-weight, --kd-temperature need --teacher"),
-        (name == UNPRUNED and alone, "--teacher unpruned: the unpruned network would teach itself"),
-    ):
-        if wrong:
-            raise DmcpError(f"{mistake}: see dmcp {config.command} --help.")
-    for text in config.teacher_model_args:
-        argument(text, "--teacher-model-args")
-
-
-def argument(text: str, option: str = "--model-args") -> tuple[str, Any]:
-    """One k=v of an option; the value is a number, bool, None, tuple or list where it reads as one, else text."""
+def argument(text: str) -> tuple[str, Any]:
+    """One k=v of --model-args; the value is a number, bool, None, tuple or list where it reads as one, else text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise DmcpError(f"{option}: {text!r} is not of the form name=value, like width_mult=1.5.")
+        raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
     with contextlib.suppress(ValueError, SyntaxError):
@@ -370,11 +302,9 @@ def read_bound(option: str, texts: Iterable[str]) -> Bound:
     """8 and layer1=12 as the settings of a search have them."""
     word, numbers = option.replace("_", "-"), dict[str, int]()
     for text in texts:
-        name, sign, number = text.rpartition("=")
-        if not _CHANNELS.fullmatch(number) or (sign and not name):
+        name, _, number = text.rpartition("=")
+        if not number.isdecimal():
             raise DmcpError(f"--{word} {text}: write --{word} 8, or --{word} layer1=8 for a module or space.")
-        if name in numbers:
-            raise DmcpError(f"--{word}{f' for {name}' if name else ''} is given twice: give one.")
         numbers[name] = int(number)
     return numbers[""] if numbers.keys() == {""} else numbers
 
@@ -402,14 +332,13 @@ _GROUPS = {
         *("teacher_model", "teacher_model_args", "kd_weight", "kd_temperature"),
     ),
     "Batches and device": ("batch", "train_batch", "workers", "corrupt", "device", *_ENGINE),
-    "Run": ("out", "resume", "seeds", "save_steps", "save_minutes", "track", "dry_run", "quiet", "json", "debug"),
+    "Run": ("out", "resume", "seeds", "save_steps", "save_minutes", "track", "dry_run", "quiet", "as_json"),
 }
 _SEARCH_ONLY = {*_GROUPS["Latency"], *_GROUPS["Search"], "recipe"}
 _SEARCHED = ("search_epochs", "search_lr", "warmup")  # chosen settings that only our search needs
 _WITHOUT = {
     "prune": {"widths"},
-    "search": {*_GROUPS["Training"], "method", "train_batch", "pad", "seeds", "dry_run"}
-    - {"weight_decay", "label_smoothing"},
+    "search": {*_GROUPS["Training"], "method", "train_batch", "seeds", "dry_run"} - {"weight_decay", "label_smoothing"},
     "train": {*_SEARCH_ONLY, *_GROUPS["Budget"], "no_train", "baselines", "train_batch", "seeds", "dry_run"},
     "compare": {
         *(*_SEARCH_ONLY, *_GROUPS["Training"], "weights", "train_batch", "workers", "corrupt", "channels_last", "tf32"),
@@ -417,13 +346,8 @@ _WITHOUT = {
     }
     - {"lr", "weight_decay", "label_smoothing"},
 }
-_DEFAULTS = {  # of settings that depend on others
-    "epochs": "100, or 20 to fine-tune --weights; more for tiny data",
-    "search_epochs": "40, with --weights about 50,000 images; more for tiny data",
-    "search_images": "all; with --weights about 50,000 of more images",
-    "batch": "128; 64 for large networks, less for tiny data",
-    "search_lr": "0.2 at a batch of 1024, or 0.04 with --weights",
-    "warmup": "0.5, or 0 with --weights",
+_CHOSEN = ("epochs", "lr", "search_epochs", "search_images", "search_lr", "warmup", "batch")  # see `settle`
+_DEFAULTS = dict.fromkeys(_CHOSEN, "what suits network and data: see --dry-run") | {
     "retrain": "finetune; of train without --weights: scratch",
     "teacher": "auto of prune, else none",
     "budget": "50%",
@@ -435,19 +359,9 @@ _TYPES: Mapping[str, Any] = {
     "bool": bool,
     "tuple[str, ...]": list[str],
     "Bound": list[str],
-    "int | float | str | Budget": str,
+    "int | float | str | Budget": list[str],
 }
-_OTHERS: dict[str, tuple[Any, Any, str]] = {  # options that are no settings: type, default, help
-    "out": (str, "", "Folder of the run; default: a new one in runs/."),
-    "resume": (str, "", "Go on with this run, which was interrupted, as it was begun."),
-    "seeds": (int, 1, "So many runs side by side, with seeds from --seed on, and their mean."),
-    "dry_run": (bool, False, "Train nothing: spaces, reachable range, chosen settings, time and memory."),
-    "no_train": (bool, False, "Stop at the cut networks with calibrated BatchNorms, and test them: --retrain none."),
-    "quiet": (bool, False, "No progress, only the result."),
-    "json": (bool, False, "Print plain data instead of text."),
-    "debug": (bool, False, "Show where in the code a mistake was found."),
-}
-_COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
+_COMPARE: dict[str, tuple[Any, Any, str]] = {  # options of compare that are no settings: type, default, help
     "budget": (list[str] | None, None, "50%, 211M, params:2M; repeatable. Default: 50%."),
     "methods": (str, "all", "all, names of methods, torch-pruning, package.module:NAME, with commas."),
     "widths": (list[str] | None, None, "A row of given widths, NAME=FILE; repeatable."),
@@ -463,24 +377,26 @@ _COMPARE: dict[str, tuple[Any, Any, str]] = {  # the same for compare
 }
 
 
-def _option(
-    name: str, group: str, others: Mapping[str, tuple[Any, Any, str]], several: bool = False
-) -> inspect.Parameter:
-    """An option of a command: a setting of the tree, None unless it is typed, or one of the others."""
+def _word(name: str) -> str:
+    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+
+
+def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -> inspect.Parameter:
+    """An option of a command: a setting of the tree, None unless it is typed, a field of Request, or another."""
     words: dict[str, Any] = {"rich_help_panel": group, "show_default": False}
+    words["min"] = {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
     if name in others:
         kind, default, words["help"] = others[name]
-        usual, words["min"] = default, {"seeds": 1, "at_once": 1, "finetune_epochs": 0}.get(name)
+        usual = default
     else:
         part, place = _places(name)[0]
-        it = _PARTS[part].__dataclass_fields__[place]
-        more, written, usual, default = "", str(it.type).removesuffix(" | None"), it.default, None
+        it = (_PARTS | {"request": Request})[part].__dataclass_fields__[place]
+        written, usual = str(it.type).removesuffix(" | None"), it.default
+        default = usual if part == "request" else None
         kind = (_TYPES.get(written) or getattr(settings, written)) | None
         shown = isinstance(usual, str | int | float) and usual not in ("", 0)  # False is 0
-        if name == "budget" and several:
-            kind, more = list[str] | None, " Given several times: one search, and a network for each."
         told = _DEFAULTS.get(name) or (str(usual) if shown else "")
-        words["help"] = it.metadata["help"] + more + (f" Default: {told}." if told else "")
+        words["help"] = it.metadata["help"] + (f" Default: {told}." if told else "")
         if written == "Bound":
             words["metavar"] = "[NAME=]N"
         if name in ("model", "teacher_model"):
@@ -488,9 +404,8 @@ def _option(
         if name == "recipe":
             words["autocompletion"] = lambda incomplete: [it for it in RECIPES if it.startswith(incomplete)]
     both = kind == bool | None and usual is not False  # --name and --no-name
-    hint: Any = Annotated[kind, typer.Option(*(() if both else (f"--{name.replace('_', '-')}",)), **words)]
-    parameter = "as_json" if name == "json" else name
-    return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    hint: Any = Annotated[kind, typer.Option(*(() if both else (_word(name),)), **words)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
@@ -499,11 +414,6 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
     own = _COMPARE if command == "compare" else {}
 
     def typed(**values: Any) -> None:
-        values.pop("debug")
-        if values.pop("no_train", False):
-            if values["retrain"] not in (None, Retrain.NONE):
-                raise DmcpError(f"--no-train and --retrain {values['retrain']} contradict each other: leave one out.")
-            values["retrain"] = Retrain.NONE
         others = {name: values.pop(name) for name in [*values] if name in Request.__dataclass_fields__}
         more = {name: values.pop(name) for name in own if name in values}
         wanted = {name: value for name, value in values.items() if value not in (None, [])}
@@ -511,7 +421,7 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
 
     listed = {name: group for group, names in _GROUPS.items() for name in names if name not in _WITHOUT[command]}
     groups = listed | dict.fromkeys(own, "Comparison")
-    parameters = [_option(name, group, _OTHERS | own, command == "prune") for name, group in groups.items()]
+    parameters = [_option(name, group, own) for name, group in groups.items()]
     typed.__name__, typed.__doc__ = command, run.__doc__
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__annotations__ = {it.name: it.annotation for it in parameters}

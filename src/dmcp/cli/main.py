@@ -28,9 +28,18 @@ Exit codes:
   130  interrupted by Ctrl-C
   141  the reader of the output has gone, as head does
 Results are on stdout, all else is on stderr."""
-_BUG, _MISTAKE, _STOPPED, _RANK_LOST, _INTERRUPTED, _NO_READER = 1, 2, 3, 75, 130, 141
-_LONGEST = 1000  # letters of a sentence
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
+_EXIT: dict[type[BaseException], int] = {  # the first that fits; all else is a bug
+    StoppedError: 3,
+    RankError: 75,
+    DmcpError: 2,
+    _UsageError: 2,
+    BrokenPipeError: 141,
+    OSError: 2,
+    KeyboardInterrupt: 130,
+    typer.Abort: 130,
+    Exception: 1,
+}
 _EVERY_RANK = ("prune", "search", "train", "compare-run")  # commands that several ranks work on
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
@@ -39,42 +48,42 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=
 def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
     sys.path.insert(0, "")  # `mynet:build` may lie in the current folder
-    code = _run()
-    if code == _NO_READER:  # else Python complains, when it ends, of what nobody could be given
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    raise SystemExit(code)
-
-
-def _run() -> int:
-    """Run the command; its exit code."""
+    debug = "--debug" in sys.argv  # at any place
+    sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
-        try:
-            with warnings.catch_warnings():
-                warnings.showwarning = _show_warning
-                code = app(prog_name="dmcp", standalone_mode=False)
-        finally:
-            if sys.stdout:
-                sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except DmcpError as error:
-        code = _STOPPED if isinstance(error, StoppedError) else _RANK_LOST if isinstance(error, RankError) else _MISTAKE
-        return _fail(error, str(error), code)
-    except _UsageError as error:
-        return _fail(error, _explain(error), _MISTAKE)
-    except SystemExit as stop:
-        if not isinstance(stop.__context__, BrokenPipeError):  # so typer has it
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = app(prog_name="dmcp", standalone_mode=False)
+        if sys.stdout:
+            sys.stdout.flush()
+    except BaseException as error:
+        # typer ends with SystemExit where a reader has gone
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        code = next((code for kind, code in _EXIT.items() if isinstance(cause, kind)), None)
+        if code is None or cause is None:
             raise
-        return _NO_READER
-    except BrokenPipeError:
-        return _NO_READER
-    except OSError as error:  # of the machine: a full disk, a folder that nobody may read
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        return _fail(error, f"{text or error}.", _MISTAKE)
-    except (KeyboardInterrupt, typer.Abort):
-        return _INTERRUPTED
-    except Exception as error:
-        traceback.print_exc()
-        return _fail(None, f"this is a bug, please report it with the lines above ({type(error).__name__}).", _BUG)
+        _tell(cause, code, debug)
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _tell(error: BaseException, code: int, debug: bool) -> None:
+    """Say in one line what went wrong."""
+    if code == _EXIT[BrokenPipeError]:  # else Python complains, when it ends, of what nobody could be given
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if code in (_EXIT[BrokenPipeError], _EXIT[KeyboardInterrupt]):
+        return
+    if debug or code == _EXIT[Exception]:
+        traceback.print_exception(error)
+    sentence = str(error)
+    if isinstance(error, _UsageError):
+        text, ctx = error.format_message().rstrip("."), error.ctx  # type: ignore[attr-defined]
+        sentence = text if text.endswith("?") else f"{text}; see {ctx.command_path if ctx else 'dmcp'} --help."
+    elif isinstance(error, OSError):  # of the machine: a full disk, a folder that nobody may read
+        sentence = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror or error}."
+    elif code == _EXIT[Exception]:
+        sentence = f"this is a bug, please report it with the lines above ({type(error).__name__})."
+    line = "".join(it if it.isprintable() else "\N{REPLACEMENT CHARACTER}" for it in " ".join(sentence.splitlines()))
+    print(f"dmcp: {line}", file=sys.stderr)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -84,24 +93,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: Any, 
     print(text, end="", file=sys.stderr)
 
 
-def _fail(error: Exception | None, sentence: str, code: int) -> int:
-    """Print one line; what a file or torch has said may have more."""
-    if error and "--debug" in sys.argv:
-        traceback.print_exception(error)
-    line = "".join(it if it.isprintable() else "\N{REPLACEMENT CHARACTER}" for it in " ".join(sentence.splitlines()))
-    line = line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
-    print(f"dmcp: {line}", file=sys.stderr)
-    return code
-
-
-def _explain(error: Any) -> str:
-    """What is wrong with the words of the command line, and where to read more."""
-    text = error.format_message().replace("Value error, ", "").rstrip(".")
-    return text if text.endswith("?") else f"{text}; see {error.ctx.command_path if error.ctx else 'dmcp'} --help."
-
-
 class _Grouped(TyperCommand):
-    """A command whose help has its options in groups, and that takes one budget only."""
+    """A command whose help has its options in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options, group by group."""
@@ -112,13 +105,6 @@ class _Grouped(TyperCommand):
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse a second --budget, which compare takes: click would quietly forget the first."""
-        given = [param for param in self.make_parser(ctx).parse_args(args=list(args))[2] if param.name == "budget"]
-        if len(given) > 1 and not given[0].multiple and not ctx.resilient_parsing:
-            raise DmcpError("--budget is given twice: where all must hold, write them as one, like 50%,params:2M.")
-        return super().parse_args(ctx, args)
 
 
 def is_launched() -> bool:
@@ -144,21 +130,20 @@ def _help(name: str, kind: Any = RunConfig) -> str:
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_help("model"), autocompletion=complete_model)]
 ModelArgs = Annotated[list[str] | None, typer.Option(help=_help("model_args"))]
 Ignore = Annotated[list[str] | None, typer.Option(help=_help("ignore"))]
-Input = Annotated[str, typer.Option(help="Shape of one sample, like 3x224x224; default: the model's own.")]
+Input = Annotated[str, typer.Option(help=_help("input"))]
 Device = Annotated[str, typer.Option(help=_help("device"))]
 Workers = Annotated[int | None, typer.Option(min=0, max=1024, help=_help("workers"))]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help=_help("seed"))]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of text.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show where in the code a mistake was found.")]
 
 
 @app.callback(invoke_without_command=True)
 def _common(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
-    debug: Debug = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code a mistake was found.")] = False,
 ) -> None:
     """Channel pruning for any PyTorch CNN.
 
@@ -185,11 +170,8 @@ def prune(request: Request) -> None:
       dmcp prune --model resnet18 --data ~/photos --budget 50% --dry-run
       dmcp prune --model digits:resnet --data digits --budget params:50% --baselines
       dmcp prune --model resnet18 --data ~/photos --budget 8ms --latency-device cpu
-      dmcp prune --model cifar:resnet20 --data cifar10 --seeds 3 --json
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --budget 70% --budget 50% --budget 30%
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --method l2 --no-train
-      dmcp prune --model resnet50 --data ~/photos --weights mine.pth --teacher given
-      dmcp prune --model resnet18 --data ~/photos --align 8 --min-channels 16 --min-channels layer1=32 --ignore conv1
       dmcp prune --resume runs/resnet18-photos-prune
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
@@ -211,12 +193,11 @@ def search(request: Request) -> None:
 
     \b
     Examples:
-      dmcp search --model cifar:resnet20 --data cifar10 --budget 50%
       dmcp search --model resnet50 --data ~/photos --weights resnet50.pth --budget 2G --holdout 0.1
       dmcp search --resume runs/cifar-resnet20-cifar10-search
     """
     config = make_config(request)
-    _late("prune").search(config, request)
+    _late("prune").prune(config, request)
 
 
 @app.command(cls=_Grouped)
@@ -241,14 +222,12 @@ def inspect(
     ignore: Ignore = None,
     inexact: Annotated[bool, typer.Option("--inexact", help=_help("inexact"))] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Show what can be pruned in a network, what is tied together, and what is unprunable and why.
 
     \b
     Examples:
       dmcp inspect resnet50
-      dmcp inspect mobilenet_v2 --model-args width_mult=1.5
       dmcp inspect timm:convnext_tiny --input 3x128x128 --inexact
       dmcp inspect mypackage.nets:build --ignore head --json
     """
@@ -265,7 +244,6 @@ def sample(
     out: Annotated[Path | None, typer.Option(help="Folder for the files; default: the run.")] = None,
     seed: Seed = 0,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Widths of a search, inside its budget: the expected ones, or samples (each a file for dmcp train).
 
@@ -287,7 +265,6 @@ def evaluate(
     workers: Workers = None,
     corrupt: Annotated[Corrupt, typer.Option(help=_help("corrupt"))] = Corrupt.STOP,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Test the network of a run on the test set.
 
@@ -304,30 +281,24 @@ def evaluate(
 @app.command()
 def data(
     name: Annotated[str, typer.Argument(metavar="FOLDER", help=_help("data"))],
-    input: Annotated[str, typer.Option(help="Count what must be enlarged to this size, like 3x224x224.")] = "",
-    workers: Annotated[int | None, typer.Option(min=0, max=1024, help="Threads; default: the cores, up to 8.")] = None,
-    most: Annotated[int, typer.Option(min=0, help="Lines of each list; --json has all.")] = 20,
     quiet: Quiet = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Look at data as the other commands read them: classes, sizes, broken files, test images that are trained on.
 
-    Every image file is decoded. Exit code 2 if there are files that cannot be read, or classes that other commands
-    refuse.
+    Every image file is decoded. Exit code 2 if there is something that other commands refuse.
 
     \b
     Examples:
       dmcp data ~/photos
-      dmcp data ~/photos --input 3x224x224 --workers 16
       dmcp data cifar10 --json
     """
-    _late("show").data(name, input, workers, most, quiet, as_json)
+    _late("show").data(name, quiet, as_json)
 
 
 @app.command()
 def latency(
-    model: Annotated[str, typer.Option(help=_help("model"), autocompletion=complete_model)] = "",
+    model: Annotated[str, typer.Option(help=_help("model"), autocompletion=complete_model)],
     out: Annotated[str, typer.Option(help="File of the table, for dmcp prune --latency; default: only printed.")] = "",
     input: Input = "",
     classes: Annotated[int | None, typer.Option(min=1, help="Of the data; default: the builder's.")] = None,
@@ -336,28 +307,21 @@ def latency(
     batch: Annotated[int, typer.Option(help=_help("batch", LatencyConfig))] = LatencyConfig.batch,
     device: Device = "",
     dtype: Annotated[FloatType, typer.Option(help=_help("dtype", LatencyConfig))] = LatencyConfig.dtype,
-    align: Annotated[int | None, typer.Option(help=_help("align", LatencyConfig))] = LatencyConfig.align,
     networks: Annotated[int, typer.Option(help=_help("networks", LatencyConfig))] = LatencyConfig.networks,
-    seed: Seed = 0,
     runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Measure how long networks cut out of a model take here, and how well others can be forecast.
 
     \b
     Examples:
       dmcp latency --model digits:resnet --out latency.json
-      dmcp latency --model resnet18 --input 3x160x160 --classes 20 --batch 8 --device cpu
       dmcp latency --model resnet18 --input 3x160x160 --classes 20 --runtime onnx
     """
-    if not model:
-        raise DmcpError("--model is missing: dmcp latency --help says what it can be.")
     args, kept = tuple(model_args or ()), tuple(ignore or ())
-    what = RunConfig(model=model, model_args=args, ignore=kept, input=input, device=device, seed=seed)
+    what = RunConfig(model=model, model_args=args, ignore=kept, input=input, device=device)
     where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
-    times: dict[str, Any] = {"batch": batch, "device": where, "dtype": dtype, "runtime": runtime}
-    how = LatencyConfig(**times, networks=networks, align=align, seed=seed)
+    how = LatencyConfig(batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks)
     _late("show").latency(what, classes, how, out, as_json)
 
 
@@ -365,32 +329,26 @@ def latency(
 def export(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file; default: model.onnx in the run.")] = None,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Largest difference of an output, as a share of the largest.")
-    ] = 1e-4,
     int8: Annotated[bool, typer.Option("--int8", help="8 bits; default: model.int8.onnx in the run.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Write the network of a run as a file that runs elsewhere, once it is known to do the same.
 
     \b
     Examples:
       dmcp export runs/resnet18-photos-prune
-      dmcp export runs/resnet18-photos-prune --out photos.onnx --json
       dmcp export runs/resnet18-photos-prune --out photos.pt2
       dmcp export runs/resnet18-photos-prune --int8
     """
     target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
-    _late("show").export(run, target, tolerance, int8, quiet, as_json)
+    _late("show").export(run, target, int8, quiet, as_json)
 
 
 @app.command()
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that holds run folders.")] = Path("runs"),
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """List the runs in a folder, oldest first: state, budget, accuracy, MACs as a share of the unpruned network.
 
@@ -406,9 +364,8 @@ def runs(
 def report(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
-    debug: Debug = False,
 ) -> None:
-    """Make one HTML page about some runs, which needs no network and no other file; the files' names are printed.
+    """Make one HTML page about some runs, which needs no network and no other file.
 
     \b
     Examples:
@@ -428,21 +385,17 @@ def compare(request: Request) -> None:
     \b
     Examples:
       dmcp compare --model cifar:resnet20 --data cifar10 --budget 50% --budget 30% --methods all --seeds 3
-      dmcp compare --model digits:resnet --data digits --methods uniform,l1,dmcp --epochs 10 --seeds 2
       dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine --widths hand=widths.json
       dmcp compare --gather runs/table
     """
-    gather = request.more["gather"]
-    if gather and (request.typed or request.dry_run):
-        raise DmcpError("--gather makes the table of a folder and nothing else: leave the other options out.")
-    config = None if gather else make_config(request)
+    config = None if request.more["gather"] else make_config(request)
     if config is None:
-        _late("compare").gather(Path(gather), request.as_json)
+        _late("compare").gather(Path(request.more["gather"]), request.as_json)
     else:
         _late("compare").compare(config, request)
 
 
 @app.command(hidden=True)
-def compare_run(settings: Path, folder: Path, debug: Debug = False) -> None:
+def compare_run(settings: Path, folder: Path) -> None:
     """Do one run of a comparison; dmcp compare starts these."""
     _late("compare").compare_run(settings, folder)

@@ -1,158 +1,383 @@
-"""One command at work: ranks, run folder, signals, progress, and what is printed at the end."""
+"""One command at work: network and data by the names that a person types, ranks, run folder, signals."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
+import inspect
 import json
 import os
 import platform
+import re
 import shlex
+import shutil
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
 
-from dmcp import __version__, progress
-from dmcp.batches import device_of, generator
+from dmcp import __version__, models, progress
+from dmcp.batches import FewBatches, Loader, device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
-from dmcp.cli.config import Request, RunConfig
-from dmcp.cli.job import Job, Replaced, check_names, open_job, place_of
-from dmcp.data.datasets import FolderSet, no_images, preprocessing
-from dmcp.errors import DataError, FileError, StoppedError, TrainingError
+from dmcp.checkpoint import digest
+from dmcp.cli.config import GIVEN, Request, RunConfig, argument, settle
+from dmcp.cutting import with_frozen
+from dmcp.data.datasets import NAMES as DATA
+from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, preprocessing, split, usual_size
+from dmcp.data.loaders import make_loader
+from dmcp.errors import DataError, DmcpError, FileError, StoppedError, TrainingError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency
+from dmcp.losses import check_range
+from dmcp.modules import kept_modes
 from dmcp.preflight import check_classifier, check_forward
+from dmcp.progress import phase
+from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, read_json, refuse_taken, slug
-from dmcp.runtime.distributed import World, gather, join, leave
-from dmcp.runtime.io import Lock, alive
-from dmcp.settings import Corrupt
+from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, refuse_taken, slug
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, join, leave
+from dmcp.runtime.engine import best_device
+from dmcp.runtime.io import LOCK, Lock
+from dmcp.settings import AUTO, UNPRUNED, Corrupt
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.trace import trace
 from dmcp.training import Event, Runtime
-from dmcp.units import FS_PER_MS, counted
+from dmcp.units import FS_PER_MS, by, counted
 from dmcp.widths import Widths
 
-PARENT = "DMCP_PARENT"  # environment variable: the process that has started a child
-PATIENCE = 60.0  # seconds that a child has to obey a signal
-_LOOK = 1.0  # seconds between two looks of a child at its parent
+_ENLARGED = 1.5  # times by which images may grow without a word
+CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+Replaced = Mapping[str, list[str]]  # train and test: image files that could not be read, and were replaced by others
 
 
-def log(text: str) -> None:
-    """One line on stderr: stdout has the results."""
+def log(*lines: str) -> None:
+    """Lines on stderr: stdout has the results."""
     with contextlib.suppress(OSError):  # a run goes on when nobody listens any more
-        print(text, file=sys.stderr, flush=True)
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
-def showing(request: Request) -> contextlib.AbstractContextManager[None]:
-    """Show the progress of a command, unless it is to be quiet."""
-    return progress.showing(False if request.quiet or request.as_json else None, lines=True)
+# network and data together
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Job:
+    """The network of a run, its data, and both known to fit."""
+
+    model: nn.Module
+    fresh: nn.Module  # the same network, never trained but for what is frozen in it
+    graph: ChannelGraph
+    data: DataSets
+    loaders: Loaders
+    test: Loader
+    notes: tuple[str, ...]  # what a person may not know: a sentence each
+    teacher: nn.Module | None  # the model itself, or another network for the same classes
+    new_head: bool  # the last layer of a trained model is fresh: the original is not tested
+    config: RunConfig  # all settings, those that nobody typed chosen for network and data
+    reasons: Mapping[str, str]  # of these: value and why, by option
+
+    @property
+    def replaced(self) -> dict[str, list[str]]:
+        """Image files of train and test that could not be read so far, and in whose place others were taken."""
+        parts = {"train": (self.loaders.search, self.loaders.arch, self.loaders.train), "test": (self.test,)}
+        found = {part: {path for it in some for path in getattr(it, "skipped", ())} for part, some in parts.items()}
+        return {part: sorted(files) for part, files in found.items()}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must stay as it is while a run goes on: the network, the data, the teacher."""
+        labels = torch.cat([self.data.train.labels, self.data.test.labels]).numpy().tobytes()
+        counts = {"train": len(self.data.train), "test": len(self.data.test), "shape": list(self.data.shape)}
+        data = counts | {"labels": hashlib.sha256(labels).hexdigest()[:16]}
+        teacher = {} if self.teacher is None else {"teacher": digest(self.teacher.state_dict(), SINGLE_PROCESS)}
+        return {"fingerprint": self.graph.fingerprint, "macs": self.graph.macs(), "data": data} | teacher
+
+
+def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
+    """Build the network for the data, load its weights, trace it; DmcpError for what does not fit.
+
+    typed: the options of a new run, whose other settings follow network and data; None: all settings are known.
+    """
+    place = place_of(config)
+    data = load(config.data)
+    fresh = build(config, data.classes)
+    data = sized(data, config.data, config.input, models.sample_shape(fresh))
+    found = usual_size(data.train) if isinstance(data.train, FolderSet) and not config.input else None
+    check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if found else "")
+    model, new_head = fresh, ""
+    if config.weights:
+        model = build(config, data.classes)
+        new_head = load_weights(model, Path(config.weights), data.classes)
+        fresh = with_frozen(fresh, model)
+    teacher = _teacher(config, model, data, bool(new_head))
+    graph = trace_job(config, model, data.shape)
+    reasons: Mapping[str, str] = {}
+    if typed is not None:
+        trained = bool(config.weights and not new_head)
+        config, reasons = settle(config, typed, len(data.train), graph.macs(), trained)
+    train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
+    loaders, test = _loaders(config, train, held, data, place)
+    notes = [new_head]
+    if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:
+        larger = f"The images are about {by(found)} and are enlarged to {by(data.shape[1:])}"
+        notes.append(f"{larger}: give --input 3x{by(found)} to train at their size.")
+    return Job(
+        model=model.to(place),
+        fresh=fresh.to(place),
+        graph=graph,
+        data=data,
+        loaders=loaders,
+        test=test,
+        notes=tuple(filter(None, [*notes, *graph.notes])),
+        teacher=teacher and teacher.to(place),
+        new_head=bool(new_head),
+        config=config,
+        reasons=reasons,
+    )
+
+
+def place_of(config: RunConfig) -> torch.device:
+    """The device, if there is such a one; of several processes on a machine each has its own GPU."""
+    name = config.device or best_device().type
+    if name == "cuda" and (world := current()).size > 1:
+        name = f"cuda:{world.local}"
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): write --device cpu.") from None
+
+
+# the network
+
+
+def build(config: RunConfig, classes: int | None) -> nn.Module:
+    """The network with fresh weights that depend on the seed only; the number of classes is the data's."""
+    arguments = dict(map(argument, config.model_args))
+    if classes is not None and _takes_classes(config.model):
+        arguments = {"num_classes": classes} | arguments
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return models.build(config.model, **arguments)
+
+
+def _takes_classes(name: str) -> bool:
+    """Every library's builder does; a user's own where its signature says so."""
+    library, colon, _ = name.partition(":")
+    if not colon or library == "timm" or library in models.NETS:
+        return True
+    return "num_classes" in inspect.signature(models.find(name)).parameters
+
+
+def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
+    """The graph of the network for samples of this shape."""
+    with phase("trace", 1) as done:
+        graph = trace(model, torch.zeros(2, *sample), ignore=config.ignore, exact=not config.inexact)
+        done(1)
+    return graph
+
+
+def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool) -> nn.Module | None:
+    """The network that others learn from, if it is trained already."""
+    if config.teacher in ("", AUTO, UNPRUNED):
+        return None
+    if config.teacher == GIVEN:
+        if new_head:
+            raise DmcpError("--teacher given: --weights are for other classes, so its last layer knows nothing yet.")
+        return model
+    if config.teacher_model:
+        config = replace(config, model=config.teacher_model, model_args=config.teacher_model_args)
+    found = build(config, data.classes)
+    check_fit(found, data, f" ({config.model}, the teacher)")
+    load_weights(found, Path(config.teacher))  # no fresh last layer: it has nothing to teach
+    return found
+
+
+def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> str:
+    """Put the weights of a file into the model; never by pickle.
+
+    With `classes`, a last layer for another number of them stays as it is, and a sentence says so; all else must fit.
+    """
+    tensors, own = _read_tensors(path), model.state_dict()
+    wrong = [name for name in own if name in tensors and tensors[name].shape != own[name].shape]
+    odd = [name for name in {**own, **tensors} if (name in own) != (name in tensors)]
+    odd = [name for name in odd if not name.endswith("num_batches_tracked")]  # old files have none
+    layers = {name.rpartition(".")[0] for name in wrong}
+    alike = all(own[name].shape == (classes, *tensors[name].shape[1:]) for name in wrong)
+    if odd or not alike or len(layers) > 1:
+        name = (wrong or odd)[0]
+        there, here = (by(it[name].shape) if name in it else "not there" for it in (tensors, own))
+        raise WidthsError(f"{path}: weights of another network: {name} is {there} in the file, {here} in the network.")
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in wrong}, strict=False)
+    if not wrong:
+        return ""
+    return f"{layers.pop()} is for {len(tensors[wrong[0]])} classes, the data have {classes}: it starts fresh."
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    except Exception as error:  # torch raises many kinds for a file that holds more than weights
+        raise FileError(f"{path}: not plain weights, as torch.save(model.state_dict(), ...) writes them.") from error
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise FileError(f"{path}: holds no table of tensors.")
+    for wrapper in ("module.", "_orig_mod.", "module."):  # of DDP, of torch.compile, of one in the other
+        if all(name.startswith(wrapper) for name in found):
+            found = {name.removeprefix(wrapper): value for name, value in found.items()}
+    return dict(found)
+
+
+# the data
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """3x224x224 as numbers."""
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,3}", text):
+        raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
+    return tuple(map(int, text.split("x")))
+
+
+def sized(data: DataSets, name: str, text: str, usual: tuple[int, ...] = ()) -> DataSets:
+    """Files are cropped to what is asked for (text, as typed) or the usual size; arrays are what they are."""
+    wanted = shape(text) if text else usual
+    if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
+        if text and wanted != data.shape:
+            raise DataError(f"--input: the images of {name} are {by(data.shape)}: leave it out.")
+        return data
+    if len(wanted) != 3 or wanted[0] != 3:
+        raise DataError(f"--input: image files are read in colour, like 3x224x224 or 3x240x320, not {by(wanted)}.")
+    train, test = (replace(part, size=wanted[1:]) for part in (data.train, data.test))
+    return replace(data, train=train, test=test, shape=train.shape)
+
+
+def check_fit(model: nn.Module, data: DataSets, more: str = "") -> None:
+    """Refuse images and labels that the model cannot take."""
+    example = torch.zeros(2, *data.shape, device=device_of(model))
+    try:
+        with torch.no_grad(), kept_modes(model):
+            output = model.eval()(example)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"The network cannot take images of {by(data.shape)}{more}: {reason}") from error
+    if isinstance(output, Tensor) and output.ndim >= 2:
+        for part in (data.train, data.test):
+            check_range(part.labels, output.shape[1])
+
+
+def _loaders(
+    config: RunConfig, train: DataSet, held: DataSet | None, data: DataSets, place: torch.device
+) -> tuple[Loaders, Loader]:
+    """Those of the search and of the final training, which sees what is held out, too; and the test's."""
+    how: dict[str, Any] = {"workers": config.workers, "world": current(), "corrupt": config.corrupt}
+
+    def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
+        size = batch if part is train or part is data.train else min(batch, len(part))
+        return make_loader(part, size, shuffled, config.seed, place, **how)
+
+    first: Loader = make(train, config.batch, True)
+    count = -(-config.search_images // config.batch)  # a batch of 0 is refused by now
+    few = 0 < count < len(first)
+    again = held is not None or few or config.train_batch not in (0, config.batch)
+    first = FewBatches(first, count) if few else first
+    retrain = make(data.train, config.train_batch or config.batch, True) if again else None
+    arch = None if held is None else make(held, config.batch, True)
+    return Loaders(search=first, arch=arch, train=retrain), make(data.test, config.batch, False)
+
+
+def check_data_is_here(run: Path, config: RunConfig) -> None:
+    """Refuse a run whose data are not where its settings say, as seen from this folder."""
+    if config.data not in DATA and not Path(config.data).exists():
+        raise FileError(f"{run}: there is no {config.data!r} here: type the command in the folder where the run began.")
+
+
+# the command
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
     """What a command works with."""
 
-    config: RunConfig
     world: World
     job: Job
     run: Run
-    tracker: Tracker | None
-    asked_to_stop: Callable[[], bool]
-    noted: set[tuple[str, str]] = field(default_factory=set)  # part and name of replaced image files in the run folder
-
-    @functools.cached_property
-    def runtime(self) -> Runtime:
-        """Engine, checkpoints and events of this run."""
-        config = replace(self.config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
-        checkpointer = self.run.checkpointer(
-            {"config": config.to_json()} | self.job.identity,
-            every_steps=config.save_steps,
-            every_seconds=60 * config.save_minutes,
-            stop_requested=self.asked_to_stop,
-        )
-        return Runtime(engine=self.config.engine, checkpointer=checkpointer, on_event=self.on_event)
-
-    def on_event(self, event: Event) -> None:
-        """Log and show what happens on rank 0; each rank notes image files of its own, which a kill must not lose."""
-        for part, files in self.job.replaced.items():
-            for file in sorted(files):
-                if (part, file) not in self.noted and self.run.folder.is_dir():
-                    self.run.add(REPLACED, {"part": part, "file": file})
-                    self.noted.add((part, file))
-        if self.world.first:
-            self.run.on_event(event)
-            if self.tracker:
-                self.tracker.on_event(event)
+    runtime: Runtime  # engine, checkpoints and events
 
     def replaced(self) -> Replaced:
-        """Image files that were replaced, on all ranks and before each interruption; all ranks must call it."""
+        """Image files that others took the place of, on all ranks, which must all call it; rank 0 names them."""
         every = gather(self.job.replaced, self.world)
-        return {part: self.run.replaced(part).union(*(own[part] for own in every)) for part in ("train", "test")}
-
-    def describe_replaced(self, replaced: Replaced) -> list[str]:
-        """What the report says about them, if there are any."""
-        sizes = {"train": f"{len(self.job.data.train):,} training", "test": f"{len(self.job.data.test):,} test"}
-        parts = [f"{len(files)} of {sizes[part]} images" for part, files in replaced.items() if files]
-        text = f"{', '.join(parts)} could not be read. In each pass others took their place, and count twice."
-        return [f"{text} Their names are in {REPLACED}."] if parts else []
+        found = {part: sorted({file for own in every for file in own[part]}) for part in ("train", "test")}
+        if self.world.first and any(found.values()):
+            self.run.write(REPLACED, found)
+            log(*describe_replaced(found))
+        return found
 
 
 @contextlib.contextmanager
-def session(
-    config: RunConfig, request: Request, check: Callable[[Job], Job] = lambda job: job, whole: bool = True
-) -> Iterator[Session]:
+def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = lambda job: job) -> Iterator[Session]:
     """Meet the other ranks, open model and data, take the run folder.
 
     check: may refuse before anything is written, and gives the job back, or that with a table of latency.
-    whole: look at data and network as a person should; False where the command that has started this one did.
     """
     resume, folder = bool(request.resume), run_folder(config, request)
-    if config.track:
-        read_kinds(config.track)  # refuses what is not installed
+    read_kinds(config.track)  # refuses what is not installed
     world, begun = join(config.device), False
     again = f"dmcp {config.command} --resume {shlex.quote(str(folder))}"
     try:
         with contextlib.ExitStack() as undo:
-            undo.enter_context(showing(request))
-            asked = undo.enter_context(_signals())
-            if PARENT in os.environ:
-                undo.enter_context(following_parent())
+            undo.enter_context(progress.showing(False if request.quiet or request.as_json else None, lines=True))
             undo.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
             if resume:
-                check_names(folder, config, "data", "weights", "teacher")
-            job = open_job(config, None if resume or config.command == "compare" else request.typed)
+                check_data_is_here(folder, config)
+            job = open_checked(config, None if resume or config.command == "compare" else request.typed)
             config = job.config
-            check_job(job, config, whole)
             if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured
             job = check(job)
+            asked = undo.enter_context(_signals())  # until here there is nothing to save
             folder = Path(gather(str(folder), world)[0])
-            run, tracker = Run(folder), None
+            run, listeners = Run(folder), list[Callable[[Event], None]]()
             if world.first:
-                (_go_on if resume else _begin)(run, config, job, undo)
-                if config.track:
-                    limits = parse(config.search.budget, job.graph).limits if config.search else ()
-                    kinds = [limit.kind for limit in limits]
-                    tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
-                if whole and PARENT not in os.environ:
-                    log_notes(job, config)
-                if not request.quiet:
-                    _log_rates(config, world)
-            begun = True
-            yield Session(config, world, job, run, tracker, asked)
+                undo.enter_context(_taken(run, job, resume))
+                listeners.append(run.on_event)
+            if world.first and config.track:
+                kinds = [it.kind for it in parse(config.search.budget, job.graph).limits] if config.search else []
+                tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
+                listeners.append(tracker.on_event)
+            begun, same = True, replace(config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
+            checkpointer = run.checkpointer(
+                {"config": same.to_json()} | job.identity,
+                every_steps=config.save_steps,
+                every_seconds=60 * config.save_minutes,
+                stop_requested=asked,
+                warn=log,
+            )
+
+            def on_event(event: Event) -> None:
+                for listen in listeners:
+                    listen(event)
+
+            runtime = Runtime(engine=config.engine, checkpointer=checkpointer, on_event=on_event)
+            yield Session(world, job, run, runtime)
     except torch.OutOfMemoryError as error:
         batch = max(config.batch, config.train_batch)
-        way = f"go on on a larger one: {again}" if resume else f"try --batch {max(1, batch // 2)}"
-        raise TrainingError(f"The device ran out of memory with a batch of {batch}: {way}.") from error
+        raise TrainingError(f"Out of memory with a batch of {batch}: try --batch {batch // 2}.") from error
     except (StoppedError, DataError) as error:
         if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
             raise
@@ -169,137 +394,76 @@ def run_folder(config: RunConfig, request: Request) -> Path:
     return Path(request.resume or request.out or free_folder(name))
 
 
-def log_notes(job: Job, config: RunConfig) -> None:
-    """Say what a person may not know about network and data, and which options change nothing on this device."""
-    for text in dict.fromkeys(job.notes):
-        log(text)
-    place = place_of(config).type
-    for name in ("graphs", "kernels", "pad"):
-        if getattr(config.engine, name) and place != "cuda":
-            log(f"--{name} changes nothing on {place}: it is for GPUs.")
+def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
+    """Open network and data, and say what a person may not know about them.
 
-
-def _log_rates(config: RunConfig, world: World) -> None:
-    """State the batch and the learning rates, of all ranks together."""
-    ranks = f" on {world.size} ranks" if world.size > 1 else ""
-    if it := config.search:
-        scale = config.batch * it.accumulate / it.reference_batch
-        rates = f"{scale * it.lr:.4g} to {scale * it.min_lr:.4g}"
-        log(f"search: batch {config.batch}{ranks}, learning rate {rates}, of the alphas {it.alpha_lr:.4g}")
-    if train := config.train:
-        batch = config.train_batch or config.batch
-        scale = batch / train.reference_batch if train.reference_batch else 1.0
-        log(f"training: batch {batch}{ranks}, highest learning rate {scale * train.lr:.4g}")
-
-
-def check_job(job: Job, config: RunConfig, files: bool = True) -> None:
-    """Refuse a network that is no classifier of these images or not finite, and, by `files`, broken test images."""
+    Refused are a network that is no classifier of these images or not finite, and broken test images. Files and notes
+    are left to the command that has started this one, if there is one.
+    """
+    job = open_job(config, typed)
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
     check_classifier(job.model, noise, job.data.classes)
     check_forward(job.model, noise)
     if job.teacher is not None:
         check_forward(job.teacher, noise, "teacher")
+    if CHILD in os.environ:
+        return job
     test = job.data.test
-    if not files or not isinstance(test, FolderSet) or config.corrupt is Corrupt.SKIP:
-        return
-    if broken := no_images(test):
-        several = f" and {len(broken) - 1} more of the {len(test):,} test images" if len(broken) > 1 else ""
-        way = "repair them" + (", or skip them with --corrupt skip" if config.command != "compare" else "")
-        raise DataError(f"{broken[0].file} ({broken[0].reason}){several} cannot be read: {way}; dmcp data finds all.")
+    if isinstance(test, FolderSet) and config.corrupt is not Corrupt.SKIP and (broken := no_images(test)):
+        some = f"{broken[0].file} ({broken[0].reason}), one of {counted(len(broken), 'test image')}, cannot be read"
+        raise DataError(f"{some}: repair them, or (but for compare) skip them with --corrupt skip.")
+    if current().first:
+        log(*dict.fromkeys(job.notes))
+    return job
 
 
-def _begin(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:
-    """Make a new run folder with its settings."""
-    made = [path for path in (run.folder, *run.folder.parents) if not path.exists()]
+@contextlib.contextmanager
+def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
+    """Hold the folder of a run that goes on, or a new one, which is removed if the run fails before its first step."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    undo.push(lambda kind, error, trace: _give_up(run.folder, made) if error else None)
-    undo.enter_context(Lock(run.folder))
+    with Lock(run.folder):
+        if resume and run.done:
+            raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
+        if resume:
+            run.rewind()
+        else:
+            _write_settings(run, job)
+        try:
+            yield
+        except BaseException:
+            if {path.name for path in run.folder.iterdir()} <= {SETTINGS, INPUT, LATENCY_FILE, LOCK}:
+                shutil.rmtree(run.folder)
+            raise
+
+
+def _write_settings(run: Run, job: Job) -> None:
     graph = job.graph
     facts = {
         "classes": job.data.classes,
         "shape": list(job.data.shape),
-        "identity": job.identity,
         "unpruned": {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)},
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "dmcp": __version__},
         "argv": sys.argv,
     }
-    run.write(SETTINGS, config.to_json() | facts)
+    run.write(SETTINGS, job.config.to_json() | facts)
     run.write(INPUT, preprocessing(job.data))
     if LATENCY in graph.extra and (table := Latency.of(graph)) is not None:
         run.write(LATENCY_FILE, table.to_json())
 
 
-def _give_up(folder: Path, made: Sequence[Path]) -> None:
-    """Remove a new run that failed before its first step: the folder is then free for the corrected command."""
-    names = {SETTINGS, INPUT, LATENCY_FILE}
-    with contextlib.suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= names:
-            for name in names:
-                (folder / name).unlink(missing_ok=True)
-            for path in made:
-                path.rmdir()
-
-
-def _go_on(run: Run, config: RunConfig, job: Job, undo: contextlib.ExitStack) -> None:
-    """Bring an old run back to its last checkpoint, if network and data are what they were."""
-    refuse_done(run)  # also where nothing can be written, not even a lock
-    undo.enter_context(Lock(run.folder))
-    stored, now = read_json(run.folder / SETTINGS), json.loads(json.dumps(job.identity))
-    before = stored.get("identity") or {}
-    for name in ("fingerprint", "macs", "data", "teacher"):
-        if before.get(name) != now.get(name):
-            what = name if name in ("data", "teacher") else "network"
-            way = " Put files back that were removed; --corrupt skip passes over broken ones." if name == "data" else ""
-            raise FileError(f"{run.folder}: the {what} is not what it was when the run began.{way}")
-    refuse_done(run)  # by the process that has held the lock until now
-    run.rewind()
-    if stored.get("corrupt") != config.corrupt:
-        run.write(SETTINGS, stored | {"corrupt": config.corrupt})  # for the next time
-
-
-def refuse_done(run: Run) -> None:
-    """FileError where nothing is left to do."""
-    if run.done:
-        raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
+# signals
 
 
 @contextlib.contextmanager
 def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Signals that ask us to stop go to this handler during the block; ignored ones stay ignored."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # others can set no handler
-        before = {number: signal.getsignal(number) for number in _STOPS}
-        before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, handler)
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextlib.contextmanager
-def following_parent() -> Iterator[None]:
-    """Stop as if asked to when the process that has started us is gone; end for good if that takes too long."""
-    over = threading.Event()
-    threading.Thread(target=_watch, args=(int(os.environ[PARENT]), over), daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _watch(parent: int, over: threading.Event) -> None:
-    first = os.getppid()  # the parent itself, unless something between has started us
-    while os.getppid() == first and alive(parent):
-        if over.wait(_LOOK):
-            return
-    os.kill(os.getpid(), signal.SIGTERM)
-    if not over.wait(PATIENCE):
-        if os.getpgrp() == os.getpid():  # our workers are in it, and nobody else
-            os.killpg(os.getpid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -320,17 +484,6 @@ def _signals() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(asked)
 
 
-@contextlib.contextmanager
-def stopping(text: str) -> Iterator[None]:
-    """SIGTERM and Ctrl-C raise StoppedError with this text: there is nothing to save meanwhile."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise StoppedError(text)
-
-    with handled_by(stop):
-        yield
-
-
 # what is printed
 
 
@@ -339,11 +492,12 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=1))
 
 
-def log_replaced(replaced: Replaced) -> None:
-    """Name on stderr the images that were replaced."""
-    if skipped := sorted({file for files in replaced.values() for file in files}):
-        some = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        log(f"{counted(len(skipped), 'image file')} could not be read, and others took their place: {some}")
+def describe_replaced(replaced: Replaced) -> list[str]:
+    """2 training and 1 test image could not be read, and others took their place: a.png, b.png, c.png; or nothing."""
+    files = [*replaced["train"], *replaced["test"]]
+    some = ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
+    counts = f"{len(replaced['train'])} training and {counted(len(replaced['test']), 'test image')}"
+    return [f"{counts} could not be read, and others took their place: {some}"] if files else []
 
 
 def result_facts(folder: Path, graph: ChannelGraph, widths: Widths, replaced: Replaced | None = None) -> dict[str, Any]:
@@ -365,14 +519,7 @@ def plain_costs(spent: Mapping[str, int]) -> dict[str, float]:
     return {names.get(kind, kind): amount / FS_PER_MS if kind == LATENCY else amount for kind, amount in spent.items()}
 
 
-def describe_cost(kind: str, amount: int) -> str:
-    """121,000 MACs; 8.12 ms; 65.54 kB of activations."""
-    if kind in (LATENCY, MEMORY):
-        return show_cost(kind, amount) + (" of activations" if kind == MEMORY else "")
-    return f"{amount:,} {'MACs' if kind == 'macs' else kind}"
-
-
 def describe_costs(graph: ChannelGraph, widths: Widths) -> str:
-    """121,000 MACs (49.9%), 41,000 params (53.8%), 32.77 kB of activations (75.0%)"""
+    """121,000 macs (49.9%), 41,000 params (53.8%), 32.77 kB (75.0%)"""
     spent, full = costs(graph, widths), costs(graph, graph.full)
-    return ", ".join(f"{describe_cost(kind, amount)} ({amount / full[kind]:.1%})" for kind, amount in spent.items())
+    return ", ".join(f"{show_cost(kind, amount)} ({amount / full[kind]:.1%})" for kind, amount in spent.items())

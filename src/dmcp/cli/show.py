@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,9 +20,7 @@ from dmcp.batches import Loader, generator
 from dmcp.budget import check_reachable, parse
 from dmcp.cli import session
 from dmcp.cli.config import RunConfig, read_config
-from dmcp.cli.job import build, check_names, open_job, place_of, shape, sized, trace_job
-from dmcp.cli.prune import STOPPED
-from dmcp.cli.session import log, log_replaced, print_json, result_facts
+from dmcp.cli.session import build, log, print_json, result_facts, trace_job
 from dmcp.data.datasets import check_data, split
 from dmcp.data.datasets import load as load_data
 from dmcp.data.loaders import make_loader
@@ -33,9 +29,9 @@ from dmcp.latency import measure_latency
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import compare, results_table, score
-from dmcp.runs import INPUT, REPORT, SEARCH, Run, list_runs, load_search, read_json, read_runs
+from dmcp.runs import INPUT, SEARCH, Run, list_runs, load_search, read_json, read_runs
 from dmcp.runtime.io import plain
-from dmcp.searching.config import SearchResult, extremes
+from dmcp.searching.config import extremes
 from dmcp.settings import LatencyConfig
 from dmcp.storage import WIDTHS, load
 from dmcp.tracing.cost import show_bytes
@@ -45,6 +41,7 @@ from dmcp.units import by, counted, table
 from dmcp.widths import Widths
 
 _BATCH = 64  # of images whose ranges and accuracy 8 bits need
+_LISTED = 20  # lines of each list about data
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -54,7 +51,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         console.width = 100_000
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        number = column in ("size", "now", "MACs", "accuracy")
+        number = column in ("size", "MACs", "accuracy")
         grid.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         grid.add_row(*row)
@@ -65,9 +62,8 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def inspect(config: RunConfig, as_json: bool) -> None:
-    """dmcp inspect."""
     net = build(config, None)
-    sample = shape(config.input) if config.input else models.sample_shape(net)
+    sample = session.shape(config.input) if config.input else models.sample_shape(net)
     graph = trace_job(config, net, sample)
     if as_json:
         print_json({"model": config.model} | graph.to_json())
@@ -87,10 +83,6 @@ def inspect(config: RunConfig, as_json: bool) -> None:
         print("\nUnprunable channels")
         rows = [(", ".join(names), str(size), reason) for (size, reason), names in alike.items()]
         _print_table(("layers", "size", "why"), rows)
-    if graph.bindings:
-        print("\nAttributes of modules that follow a width, found by replay")
-        rows = [(f"{it.module}.{it.attribute}".lstrip("."), str(it.value), it.follows) for it in graph.bindings]
-        _print_table(("attribute", "now", "follows"), rows)
     for op, times in graph.unknown.items():
         print(f"\nNo rule for {op} (called {times} times): what it touches is unprunable.")
     for note in graph.notes:
@@ -98,18 +90,15 @@ def inspect(config: RunConfig, as_json: bool) -> None:
 
 
 def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str, as_json: bool) -> None:
-    """dmcp latency."""
-    path = Path(out)
-    if out and path.is_dir():
-        raise FileError(f"--out: {path} is a folder: name a file.")
-    with tempfile.TemporaryFile(dir=path.parent if out else None):
+    if out and Path(out).is_dir():
+        raise FileError(f"--out: {out} is a folder: name a file.")
+    with tempfile.TemporaryFile(dir=Path(out).parent if out else None):
         pass  # what cannot be written is refused before anything is measured
     net = build(config, classes)
-    sample = shape(config.input) if config.input else models.sample_shape(net)
-    graph, net = trace_job(config, net, sample), net.to(place_of(config))
+    sample = session.shape(config.input) if config.input else models.sample_shape(net)
+    graph, net = trace_job(config, net, sample), net.to(session.place_of(config))
     example = torch.randn(1, *sample, generator=generator(0))
-    with session.stopping(STOPPED):
-        found = measure_latency(net, example, graph, how)
+    found = measure_latency(net, example, graph, how)
     if out:
         found.save(out)
     if as_json:
@@ -121,18 +110,15 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
 # data
 
 
-def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_json: bool) -> None:
-    """dmcp data."""
+def data(name: str, quiet: bool, as_json: bool) -> None:
     loaded = load_data(name, strict=False)
-    loaded = sized(loaded, name, input) if input else loaded
     count = len(loaded.train) + len(loaded.test)
     with progress.showing(False if quiet or as_json else None, lines=True), progress.phase("files", count) as read:
-        facts = check_data(loaded, workers, read)
-    facts |= {} if input else {"enlarged": None}
+        facts = check_data(loaded, None, read)
     if as_json:
         print_json({"data": name} | facts)
     else:
-        for line in _lines(name, facts, input, most):
+        for line in _lines(name, facts):
             print(plain(line))
     if facts["broken"]:
         some = f"{len(facts['broken'])} of {counted(count, 'image file')}"
@@ -141,32 +127,27 @@ def data(name: str, input: str, workers: int | None, most: int, quiet: bool, as_
         raise DataError(f"{name}: two classes at least are needed, each with images in both train/ and val/.")
 
 
-def _lines(name: str, facts: dict[str, Any], input: str, most: int) -> Iterator[str]:
+def _lines(name: str, facts: dict[str, Any]) -> Iterator[str]:
     yield f"{name}: {facts['classes']} class{'' if facts['classes'] == 1 else 'es'}"
     for word, part in (("training image", facts["train"]), ("test image", facts["test"])):
         yield f"{counted(part['images'], word)}: {part['from']}"
     if facts["sizes"]:
         yield f"height x width: {', '.join(f'{word} {by(size)}' for word, size in facts['sizes'].items())}"
-    if facts["enlarged"] is not None:
-        yield f"smaller than {input.partition('x')[2]} in height or width, and enlarged: {facts['enlarged']:,}"
-    yield from _list("Classes without images, or not in both train/ and val/:", facts["wrong_classes"], most)
-    broken = [f"{it['file']}: {it['reason']}" for it in facts["broken"]]
-    yield from _list(f"{counted(len(broken), 'file')} cannot be read:", broken, most)
-
-
-def _list(head: str, entries: Sequence[str], most: int) -> Iterator[str]:
-    if entries:
-        yield head
-        yield from (f"  {entry}" for entry in entries[:most])
-    if len(entries) > most:
-        yield f"  and {len(entries) - most:,} more: --most {len(entries)} lists all"
+    lists = {
+        "Classes without images, or not in both train/ and val/": facts["wrong_classes"],
+        "Files that cannot be read": [f"{it['file']}: {it['reason']}" for it in facts["broken"]],
+    }
+    for title, entries in lists.items():
+        yield f"{title}: {len(entries) or 'none'}"
+        yield from (f"  {entry}" for entry in entries[:_LISTED])
+        if len(entries) > _LISTED:
+            yield f"  and {len(entries) - _LISTED:,} more: --json lists all"
 
 
 # runs
 
 
 def runs(folder: Path, as_json: bool) -> None:
-    """dmcp runs."""
     found = list_runs(folder)
     facts = [run.describe() for run in found]
     if as_json:
@@ -184,27 +165,23 @@ def runs(folder: Path, as_json: bool) -> None:
 
 
 def report(runs: Sequence[Path], out: Path) -> None:
-    """dmcp report."""
     Run(out.parent).write(out.name, make_page(read_runs(runs)))
     print(out)
 
 
-def _check_done(run: Path, name: str, config: RunConfig) -> None:
-    """Refuse a run that has not made this file yet, or never will."""
+def _read_done(run: Path, name: str) -> tuple[dict[str, Any], RunConfig]:
+    """Settings of a run; FileError if it has not made this file yet, or never will."""
+    stored, config = read_config(run)
     if not (run / name).exists():
-        if config.budgets and (run / REPORT).exists() and name == WIDTHS:
-            inside = ", ".join(sorted(path.parent.name for path in run.glob(f"*/{name}")))
-            raise FileError(f"{run} has a network for each budget: give one of the folders in it, {inside}.")
-        way = f"go on with dmcp {config.command} --resume {shlex.quote(str(run))}"
-        if name == SEARCH and config.command == "train":
-            way = "give a run of dmcp prune or search"
-        raise FileError(f"{run} has no {name}: {way}")
+        done = Run(run).done
+        way = "give a run that has one, or of several budgets the folder of one" if done else "go on with --resume"
+        raise FileError(f"{run} has no {name}: {way}.")
+    return stored, config
 
 
 def _open_run(run: Path, name: str) -> tuple[RunConfig, nn.Module, ChannelGraph, tuple[int, ...]]:
     """Settings of a run that has this file, its unpruned network with fresh weights, its graph, a sample's shape."""
-    stored, config = read_config(run)
-    _check_done(run, name, config)
+    stored, config = _read_done(run, name)
     classes, sample = stored.get("classes"), stored.get("shape")
     if type(classes) is not int or not isinstance(sample, list) or not all(type(n) is int and n > 0 for n in sample):
         raise FileError(f"{run}: its settings do not say the classes, and the shape of an image.")
@@ -213,10 +190,15 @@ def _open_run(run: Path, name: str) -> tuple[RunConfig, nn.Module, ChannelGraph,
 
 
 def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: bool) -> None:
-    """dmcp sample."""
     _, _, graph, _ = _open_run(run, SEARCH)
-    found = _for_budget(load_search(run, graph), budget, direct > 0)
+    found = load_search(run, graph)
     graph = found.graph  # with the run's table of latency, if it has one
+    if budget:
+        wanted = parse(budget, graph)
+        check_reachable(wanted, graph, *extremes(graph, found.sizes))
+        if wanted.limits != found.budget.limits:
+            log(f"The search was for {found.budget.text}: its widths are scaled to {budget}, not searched again.")
+        found = replace(found, budget=wanted)
     samples = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
     kind = "-".join(filter(None, ("direct" if direct else "expected", re.sub(r"[^\w%.]+", "-", budget))))
     files = {out / f"{kind}{f'-{number}' if direct else ''}.json": it for number, it in enumerate(samples, 1)}
@@ -229,30 +211,17 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: b
         print(f"{path}: {session.describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
 
 
-def _for_budget(found: SearchResult, text: str, direct: bool) -> SearchResult:
-    """The same search with another budget, if one is given; stderr says what that means."""
-    if not text:
-        return found
-    wanted = parse(text, found.graph)
-    check_reachable(wanted, found.graph, *extremes(found.graph, found.sizes))
-    if wanted.limits != found.budget.limits:
-        way = f"only samples that fit {text} are kept, and they are rare" if direct else f"widths are scaled to {text}"
-        log(f"The search was for {found.budget.text}: {way}, not searched again.")
-    return replace(found, budget=wanted)
-
-
 def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     """dmcp evaluate; changes: settings that are not those of the run."""
-    _, config = read_config(run)
-    _check_done(run, WIDTHS, config)
-    check_names(run, config, *([] if "data" in changes else ["data"]))
+    _, config = _read_done(run, WIDTHS)
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
-    job = open_job(config)
+    session.check_data_is_here(run, config)
+    job = session.open_job(config)
     small = load(run, job.fresh)
     kept = {run.name: job.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
     with progress.showing(False if as_json else None):
         rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
-    log_replaced(job.replaced)
+    log(*session.describe_replaced(job.replaced))
     if as_json:
         facts = result_facts(run, job.graph, kept[run.name], job.replaced)
         print_json(facts | {"networks": [asdict(row) for row in rows]})
@@ -260,62 +229,56 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
         print(results_table(rows, job.graph))
 
 
-def export(run: Path, out: Path, tolerance: float, int8: bool, quiet: bool, as_json: bool) -> None:
+def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None:
     """dmcp export; 8 bits by way of a file with 32, which is tested and timed beside it."""
     config, fresh, graph, shape = _open_run(run, WIDTHS)
     exporting.check_target(out)
     if int8 and out.suffix != exporting.ONNX:
         raise FileError(f"{out}: only {exporting.ONNX} files can have 8 bits.")
     if int8:
-        check_names(run, config, "data")
+        session.check_data_is_here(run, config)
         ranges, test = _images(config)
     small, widths = load(run, fresh), graph.widths(Widths.from_json(read_json(run / WIDTHS)))
     how, example = read_json(run / INPUT), torch.zeros(1, *shape)
-    if not quiet:
-        log(f"{out} is made, and run beside the network; the unpruned network is exported alike, to compare.")
     shown = progress.showing(False if quiet or as_json else None, lines=True)
     with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", 2 + int8) as done:
-        exact, full = Path(folder) / "float32.onnx" if int8 else out, Path(folder) / f"unpruned{out.suffix}"
-        made = exporting.export(small, example, exact, preprocessing=how, tolerance=tolerance)
+        files = {"int8" if int8 else "exported": out, "unpruned": Path(folder) / f"unpruned{out.suffix}"}
+        files |= {"float32": Path(folder) / "float32.onnx"} if int8 else {}
+        made = exporting.export(small, example, files.get("float32", out), preprocessing=how)
         done(1)
-        with contextlib.suppress(DmcpError):
-            exporting.export(fresh, example, full, preprocessing=how)
+        try:
+            exporting.export(fresh, example, files["unpruned"], preprocessing=how)
+        except DmcpError:  # it is only there to compare
+            del files["unpruned"]
         done(2)
-        files = {"": out, "float32_": exact, "unpruned_": full}
         if int8:
-            made = exporting.quantize(exact, ranges, out)
+            made = exporting.quantize(files["float32"], ranges, out)
             done(3)
-        else:
-            del files["float32_"]
-        files = {name: path for name, path in files.items() if path.exists()}
-        ms = dict(zip(files, exporting.milliseconds([*files.values()], example), strict=True))
-        sizes = {name: path.stat().st_size for name, path in files.items()}
-        accuracy = {name: _accuracy(small, files[name], test) for name in ("", "float32_")} if int8 else {}
+        measured: dict[str, dict[str, Any]] = {
+            name: {"bytes": path.stat().st_size, "ms": ms}
+            for (name, path), ms in zip(files.items(), exporting.milliseconds([*files.values()], example), strict=True)
+        }
+        for name in ("int8", "float32") if int8 else ():
+            measured[name]["accuracy"] = _accuracy(small, files[name], test)
     if as_json:
         facts = {"file": str(out), "runtime": made.runtime, "difference": made.difference}
-        facts |= {"unpruned_size_bytes": None, "unpruned_ms": None, "preprocessing": how}
-        for what, values in (("size_bytes", sizes), ("ms", ms), ("accuracy", accuracy)):
-            facts |= {f"{name}{what}": value for name, value in values.items()}
-        print_json(result_facts(run, graph, widths) | facts)
+        print_json(result_facts(run, graph, widths) | facts | {"preprocessing": how, "files": measured})
         return
-    by_rule = "of the outputs (root mean square)" if int8 else f"of the largest one, at most {tolerance:.0e} allowed"
-    print(f"{out}\nin {made.runtime}: outputs differ by {made.difference:.1e} {by_rule}")
+    what = "of the outputs (root mean square)" if int8 else "of the largest one"
+    print(f"{out}\nin {made.runtime}: outputs differ by {made.difference:.1e} {what}")
     print(f"in it, as {exporting.NOTE}: {', '.join(how)}\n" if how else "no preprocessing is in the file\n")
-    heads = {"": "int8" if int8 else "exported", "float32_": "float32", "unpruned_": "unpruned"}
-    rows = [["", *(heads[name] for name in files)], ["bytes", *(f"{size:,}" for size in sizes.values())]]
-    if not int8:
-        counts = {"params": (graph.params(widths), graph.params()), "MACs": (graph.macs(widths), graph.macs())}
-        rows += [[name, *(f"{count:,}" for count in pair[: len(files)])] for name, pair in counts.items()]
-    rows.append(["ms", *(f"{it:.3f}" for it in ms.values())])
-    if int8:
-        rows.append(["test accuracy", *(f"{it:.2%}" for it in accuracy.values()), *[""] * ("unpruned_" in files)])
+    cells = {"bytes": "{:,}", "ms": "{:.3f}", "accuracy": "{:.2%}"}
+    rows = [["", *measured]]
+    for name, form in cells.items():
+        if any(name in it for it in measured.values()):
+            rows.append([name, *(form.format(it[name]) if name in it else "" for it in measured.values())])
     print(table(rows))
     print(f"ms: one sample in {made.runtime}, on one thread of this machine's CPU")
 
 
 def _images(config: RunConfig) -> tuple[Loader, Loader]:
     """Some training images, as they are when they are tested, always the same; and all test images."""
-    job = open_job(replace(config, device="cpu", weights="", teacher="", teacher_model="", teacher_model_args=()))
+    job = session.open_job(replace(config, device="cpu", weights="", teacher="", teacher_model=""))
     train, count = job.data.train, len(job.data.train)
     some = train if count <= 2 * exporting.SAMPLES else split(train, exporting.SAMPLES / count)[1]
     how: dict[str, Any] = {"workers": config.workers, "corrupt": config.corrupt}

@@ -23,7 +23,7 @@ from dmcp.batches import device_of
 from dmcp.budget import parse
 from dmcp.checkpoint import DONE, State
 from dmcp.cli.config import RunConfig
-from dmcp.cli.job import Job
+from dmcp.cli.session import Job
 from dmcp.compare.methods import GIVEN, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem, samples_of
 from dmcp.cutting import cut
@@ -97,7 +97,12 @@ def problem_of(config: RunConfig, job: Job, budget: str, **more: Any) -> Problem
     graph, bounds = job.graph, config.search
     assert bounds is not None
     net, high = Supernet(job.model, graph, bounds.groups, bounds.align), None
-    given = {"loader": job.loaders.search, "held_out": job.test, "recipe": config.train, "align": bounds.align} | more
+    given: dict[str, Any] = {
+        "loader": job.loaders.search,
+        "held_out": job.test,
+        "recipe": config.train,
+        "align": bounds.align,
+    } | more
     given |= {"model": job.model, "graph": graph, "min_widths": net.min_widths}
     if bounds.min_channels or bounds.max_channels:
         ends = chains(net, min_channels=bounds.min_channels, max_channels=bounds.max_channels, align=bounds.align)
