@@ -294,6 +294,7 @@ class _Work:
         settings: dict[str, Any] = {"search": self.config, "train": how.config, "retrain": how.kind}
         settings |= {"engine": self.runtime.engine or Engine(), "method": self.method, "budgets": [*self.budgets]}
         settings |= {"baselines": sorted(self.baselines), "graph": self.graph.fingerprint}
+        settings |= {"arch_loader": self.loaders.arch is not None, "optimizer": self.task.optimizer is not None}
         settings |= {"latency": table and table.digest, "teacher": how.teacher if guide is None else TEACHER}
         weights, taught = unwrap(self.model).state_dict(), None if guide is None else guide.state_dict()
         identity = plain_settings(settings, weights, current(), taught)

@@ -97,6 +97,8 @@ def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
             if value not in list(enum):
                 raise error(f"{it.name} must be one of {', '.join(enum)}, not {value!r}.")
             object.__setattr__(settings, it.name, enum(value))
+        elif kind == "bool" and not isinstance(value, bool):
+            raise error(f"{it.name} must be True or False, not {value!r}.")
         elif kind == "Bound":
             numbers = list(value.values()) if isinstance(value, Mapping) else [value]
             if any(type(number) is not int or number < 1 for number in numbers):

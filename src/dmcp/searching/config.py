@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -101,6 +102,12 @@ class SearchRecord:
         parts += [f"soft loss {self.task_loss:.3f}"] if self.task_loss is not None else []
         shares = " and ".join(f"{ratio:.1%}" for ratio in self.ratios or ())
         return ", ".join([*parts, f"cost {shares} of budget" if shares else "warm-up"])
+
+
+def as_record(plain: Mapping[str, Any]) -> SearchRecord:
+    """A record read from JSON."""
+    lists = {key: tuple(value) for key, value in plain.items() if isinstance(value, list)}
+    return SearchRecord(**{**plain, **lists})
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,7 @@ from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.runtime.io import from_plain
-from dmcp.searching.config import SearchRecord, SearchResult, Step, extremes
+from dmcp.searching.config import SearchRecord, SearchResult, Step, as_record, extremes
 from dmcp.searching.steps import Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
@@ -65,7 +64,7 @@ def search(
         searcher.scale = facts.get("scale", 0.0)
         emit = partial(runtime.emit, SEARCH, searcher.total)
         log = Log(net, config.log_every, lambda waiting: [step.read(world) for step in waiting], emit)
-        log.begin([from_plain(SearchRecord, record) for record in earlier])
+        log.begin([as_record(record) for record in earlier])
         with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
             for step in range(begin, searcher.total):
                 searcher.at, batches = step, data.next()
