@@ -46,7 +46,7 @@ from dmcp.training import Event, Runtime, StepRecord, make_step, parameter_group
 Row = dict[str, Any]
 KINDS = ("steps", "pruned", "epochs", "sampling")  # of rows, each a list in the JSON file
 SAMPLES_AT_ONCE = 1 << 16  # as in direct sampling
-ENGINE = ("precision", "channels_last", "compile", "graphs", "kernels", "depthwise", "tf32")
+ENGINE = ("precision", "channels_last", "compile", "graphs", "kernels", "tf32")
 
 
 # the clock

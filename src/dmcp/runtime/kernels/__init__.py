@@ -156,17 +156,22 @@ def _raw_norm_arguments(input, weight, bias, running_mean, running_var, training
 
 def try_out(device: torch.device) -> None:
     """Compare the largest kernels with torch's; RuntimeError where they differ."""
+    # channels out and in, stride; 1 in: depthwise, none in: only a BatchNorm
+    shapes = ((8, 64, 1), (8, 64, 2), (8, 3, 1), (200, 0, 1), (32, 1, 1), (32, 1, 2))
     with torch.inference_mode(False), torch.enable_grad():
-        for c_out, c_in, stride in ((8, 64, 1), (8, 64, 2), (8, 3, 1), (200, 1, 1), (200, 1, 2)):  # 1 in: depthwise
+        for c_out, c_in, stride in shapes:
             c = c_in if c_in > 1 else c_out
             wave = torch.linspace(-20, 20, 50 * c, device=device).sin()
             line = torch.linspace(1, -1, 9 * c_out * c_in, device=device)
-            x = wave.reshape(2, c, 5, 5).bfloat16().requires_grad_()
-            w = line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_()
-            ours = batch_norm(conv2d(x, w, None, stride), None, None, None, None, 0.1, 1e-5)
-            torchs = F.conv2d(x, w.bfloat16(), None, stride, 1, 1, c // c_in).float()
-            torchs = F.batch_norm(torchs, None, None, training=True)
-            for found, wanted in zip(*(_with_gradients(it, [x, w]) for it in (ours, torchs)), strict=True):
+            given = [wave.reshape(2, c, 5, 5).bfloat16().requires_grad_()]
+            given += [line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_()] if c_in else []
+            ours, torchs = given[0], given[0]
+            if c_in:
+                ours = conv2d(given[0], given[1], None, stride)
+                torchs = F.conv2d(given[0], given[1].bfloat16(), None, stride, 1, 1, c // c_in)
+            ours = batch_norm(ours, None, None, None, None, 0.1, 1e-5)
+            torchs = F.batch_norm(torchs.float(), None, None, training=True)
+            for found, wanted in zip(*(_with_gradients(it, given) for it in (ours, torchs)), strict=True):
                 if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max())):
                     raise RuntimeError("own kernels do not compute here what torch's do")
 
