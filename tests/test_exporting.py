@@ -229,18 +229,6 @@ def test_the_command_needs_no_data_and_reports_what_was_gained(
     assert rows[1:] == ["bytes", "ms"]
 
 
-def test_a_run_that_cannot_be_exported_exits_with_2(run: Path, tmp_path: Path, capsys: Capture) -> None:
-    settings, folder = json.loads((run / "settings.json").read_text()), tmp_path / "run"
-    folder.mkdir()
-    for path in run.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    for change in ({"shape": None}, {"model": "no_such_module:build"}):
-        (folder / "settings.json").write_text(json.dumps(settings | change))
-        assert command("export", str(folder), "--out", str(tmp_path / "net.pt2")) == 2
-    assert command("export", str(run), "--int8", "--out", str(tmp_path / "a.pt2")) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
 @needs_onnx
 def test_the_command_tests_an_int8_file(run: Path, capsys: Capture) -> None:
     capsys.readouterr()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import dmcp
 from dmcp import exporting, pruning
 from dmcp import latency as timing
-from dmcp.budget import Limit, check_reachable, costs, holds, parse
+from dmcp.budget import check_reachable, costs, holds, parse
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.latency import Latency
 from dmcp.markov import CHAIN
@@ -33,7 +33,6 @@ from dmcp.searching.config import SearchResult
 from dmcp.settings import LatencyConfig, RuntimeKind
 from dmcp.tracing.cost import evaluate, total
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.units import FS_PER_MS
 
 X = sample(Residual.SHAPE).float()
 DIGITS = torch.zeros(1, 1, 8, 8)
@@ -195,15 +194,6 @@ def test_latency_counts_like_other_costs() -> None:
         assert holds(budget, graph, widths)
 
 
-def test_times_are_read() -> None:
-    graph, eight = with_latency(), (Limit("latency", 8 * FS_PER_MS),)
-    for text in ("8ms", "8000us", "0.008s", "latency: 8 MS"):
-        assert parse(text, graph).limits == eight
-    assert parse("8ms,params:2k", graph).limits == (*eight, Limit("params", 2000))
-    half = (Limit("latency", round(table().unpruned_ms * FS_PER_MS) // 2),)
-    assert parse("latency:50%", graph).limits == parse("latency:0.5", graph).limits == half
-
-
 @pytest.mark.parametrize("text", ["latency:8", "1us", "9s"])
 def test_what_is_no_time_or_out_of_reach_is_refused(text: str) -> None:
     graph, device = with_latency(), Device()
@@ -224,14 +214,6 @@ def test_a_table_is_the_same_after_a_file(tmp_path: Path) -> None:
     for found in (table(), onnx):
         found.save(tmp_path / "a" / "table.json")
         assert Latency.load(tmp_path / "a" / "table.json") == found
-
-
-def test_a_table_of_another_network_is_refused() -> None:
-    model = Residual(**Residual.FULL)
-    ignoring = dmcp.trace(model, X, ignore=[traced()[1].spaces[0].name])
-    for graph in (ignoring, dmcp.trace(model, torch.zeros(2, 3, 20, 20))):
-        with pytest.raises(WidthsError, match="measure"):
-            table().attach(graph)
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
