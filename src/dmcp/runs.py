@@ -43,7 +43,8 @@ SEARCH, ALPHAS = "search.json", "search.safetensors"
 REPLACED = "replaced.json"  # unreadable image files that others were taken for
 OUTCOME = "outcome.json"  # how a limit of latency ended
 PREPARED = "prepared.safetensors"  # a network that other runs start from
-_MAX_LOG, _MAX_ALPHAS, _LIST_TAIL = 2**30, 2**26, 2**20  # bytes that are read; of a log, for a list of runs
+_MAX_LOG, _MAX_ALPHAS = 2**30, 2**26  # bytes that are read
+_LIST_TAIL = 1000  # lines of a log that a list of runs needs
 _MAX_NUMBER = 1e18  # beyond what any network costs, and what a chart can show
 _FORMAT = "torch-dmcp search 1"
 
@@ -385,7 +386,7 @@ class PastRun:
 
 
 def read_run(folder: Path, tail: int = 0) -> PastRun:
-    """A run as far as it can be read, of its log the last `tail` bytes or all; only what is no run is refused."""
+    """A run as far as it can be read, of its log the last `tail` lines or all; only what is no run is refused."""
     if not is_run(folder):
         raise FileError(f"{folder}: not a run: give a folder that dmcp prune, search or train has made.")
     found: dict[str, Any] = {"folder": folder, "running": io.is_locked(folder), "started": folder.stat().st_mtime}
@@ -491,13 +492,7 @@ def _records(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path, tail: int = 0) -> list[bytes]:
-    """Whole lines of a file, if it is there: the last one may have been cut by a kill."""
+    """Whole lines of a file, if it is there, all or the last ones: one may have been cut by a kill."""
     if not path.exists() and not path.is_symlink():
         return []
-    if not tail:
-        return read_bytes(path, _MAX_LOG).split(b"\n")[:-1]
-    refuse_link(path)
-    with path.open("rb") as file:
-        start = max(path.stat().st_size - tail, 0)
-        file.seek(start)
-        return file.read(tail).split(b"\n")[bool(start) : -1]
+    return read_bytes(path, _MAX_LOG).split(b"\n")[:-1][-tail:]

@@ -279,8 +279,8 @@ def _resumed(request: Request) -> RunConfig:
     if config.command != request.command:
         raise DmcpError(f"{folder} is a run of dmcp {config.command}: go on with that command.")
     renewed = {name: value for name, value in request.typed.items() if name in _RENEWABLE}
-    others = {name: value for name, value in request.typed.items() if name not in _RENEWABLE}
-    if changed := [name for name, value in others.items() if _apply(config, {name: value}) != config]:
+    others = request.typed.keys() - renewed.keys()
+    if changed := [name for name in sorted(others) if _apply(config, {name: request.typed[name]}) != config]:
         words = ", ".join(map(_word, changed))
         raise DmcpError(f"{folder} goes on with the settings it began with: leave {words} out.")
     return _apply(config, renewed)
