@@ -31,12 +31,8 @@ COMPOSITE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "reshape": lambda m, x: x.transpose(2, 3).reshape(2, -1),
     "scaled_dot_product_attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
     "conv2d": lambda m, x: m.conv(x),
-    "layer_norm": lambda m, x: F.layer_norm(x, (4,)),
     "einsum": lambda m, x: torch.einsum("nchw,nchv->nwv", x, x),
-    "max_pool2d": lambda m, x: F.max_pool2d(x, 2),
     "dropout": lambda m, x: F.dropout(x, 0.5, True),
-    "flatten": lambda m, x: x.transpose(1, 2).flatten(1),
-    "chunk": lambda m, x: x.chunk(2, 1)[0],
 }
 
 

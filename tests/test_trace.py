@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchvision
 from nets import Chain, Residual, Toy, check, check_graph, distance, keep, mystery, pick, randomise, sample, sizes, unit
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -179,24 +178,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         {"b.0": 12},
     ),
 }
-REASONS = {  # part of what is said of unprunable channels
-    "group norm of one group": "GroupNorm",
-    "layer norm": "LayerNorm",
-    "a literal view": "in the code",
-    "a returned map": "output",
-    "nested outputs": "output",
-    "a plain tensor": "fixed size",
-    "an op without a rule": "mystery",
-    "a computed weight": "2.parametrizations.weight",
-    "through NumPy": "read by numpy",
-}
 
 
 @pytest.mark.parametrize("row", MODELS)
 def test_spaces_and_contract(row: str) -> None:
     make, spaces = MODELS[row]
     graph = check(make(), X, spaces, EVAL if row == "random numbers" else (False, True))
-    assert REASONS.get(row, "") in " | ".join(item.reason for item in graph.unprunable)
     for text in (graph.summary(), json.dumps(graph.to_json(), ensure_ascii=False)):
         assert all(item.reason in text for item in graph.unprunable) and all(it.name in text for it in graph.spaces)
 
@@ -333,13 +320,6 @@ def test_layer_norm_is_pruned_with_exact_false() -> None:
 
 
 # -- rules, ignore, reports
-
-
-def test_a_detector_with_its_boxes_says_what_to_trace_instead() -> None:
-    make = torchvision.models.detection.ssdlite320_mobilenet_v3_large
-    detector = make(weights=None, weights_backbone=None, num_classes=3)
-    with pytest.raises(TraceError, match="Trace the part of a detector that ends before its boxes"):
-        dmcp.trace(detector, ([torch.rand(3, 64, 64), torch.rand(3, 64, 64)],))
 
 
 def test_ignore() -> None:
