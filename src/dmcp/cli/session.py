@@ -366,7 +366,6 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
                 every_steps=config.save_steps,
                 every_seconds=60 * config.save_minutes,
                 stop_requested=asked,
-                warn=log,
             )
 
             def on_event(event: Event) -> None:
