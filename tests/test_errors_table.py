@@ -87,7 +87,6 @@ MISTAKES = {
         train DIGITS --epochs 0
         search DIGITS --search-epochs 1 --warmup 0.9
         prune DIGITS --teacher unpruned --kd-weight 1.5
-        prune DIGITS --teacher none --kd-weight 0.5
         compare --model mytable_net:pixels --data digits
     """,
     "FileError": """

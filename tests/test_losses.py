@@ -107,7 +107,7 @@ def test_outputs_without_classes_and_batches_without_labels_are_refused() -> Non
     for call in (lambda: loss_of(RIGHT, SCORES[:, 0]), lambda: dmcp.evaluate(Echo(), [(SCORES[:, 0], RIGHT)])):
         with pytest.raises(TrainingError, match="give your own loss and metric"):
             call()
-    with pytest.raises(DataError, match="a tensor has no label"):
+    with pytest.raises(DataError, match="must be a tensor"):
         dmcp.evaluate(nn.Identity(), [torch.randn(3, 3)])
 
 

@@ -126,7 +126,10 @@ def test_budgets_and_widths_that_cannot_be() -> None:
         Choice(widths=free, kept=dict(free) | {"needed": [0]}).check(problem)
 
 
-@pytest.mark.parametrize("config", {it.config for it in METHODS.values() if isinstance(it.config, type)})
+CONFIGS = dict.fromkeys(it.config for it in METHODS.values() if isinstance(it.config, type))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_settings_out_of_their_range(config: Any) -> None:
     config()  # there are defaults for everything
     for name, low in {it.name: it.metadata.get("low", -inf) for it in fields(config)}.items():

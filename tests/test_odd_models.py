@@ -110,7 +110,7 @@ def test_refused_or_kept_unpruned(model: nn.Module) -> None:
         graph = dmcp.trace(model, x)
     except dmcp.TraceError:
         return
-    small = dmcp.cut(model, graph, [max(1, space.size // 2) for space in graph.spaces])
+    small = dmcp.cut(model, graph, graph.widths([max(1, space.size // 2) for space in graph.spaces]))
     for training in (False, True):
         with torch.set_grad_enabled(training):
             small.train(training)(x)

@@ -192,11 +192,3 @@ def test_every_space_is_named_with_its_widths() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "…" + "b" * 33, "$c"]
     assert [text.get_text() for text in axes.texts] == ["8 of 16", "16 of 64", "3 of 3"]
     assert [bar.get_width() for bar in axes.patches[3:]] == [0.5, 0.25, 1.0]  # type: ignore[attr-defined]
-
-
-def test_methods_are_drawn_from_worst_to_best_with_their_spread() -> None:
-    panels = {"50%": {"dmcp": ([0.9, 0.8], [0.7]), "l1": ([0.6], None)}, "30%": {"l1": (None, [0.5])}}
-    first, second = figures.accuracy_by_method(panels, "methods").axes
-    assert [label.get_text() for label in first.get_yticklabels()] == ["l1", "dmcp"]
-    assert first.get_lines()[0].get_xdata().tolist() == pytest.approx([0.6, 0.85])  # type: ignore[union-attr]
-    assert [label.get_text() for label in second.get_yticklabels()] == ["l1"]

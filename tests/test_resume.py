@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from typed import command
 
+from dmcp.checkpoint import load_checkpoint
 from dmcp.runtime.io import LOCK, Lock
 
 NET = """
@@ -140,25 +141,26 @@ def assert_same(run: Path, whole: Path) -> None:
         assert (run / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def checkpoints(run: Path, stage: str) -> list[int]:
-    """Steps of the checkpoints of a stage."""
-    return sorted(int(path.name.split("-")[1]) for path in (run / "checkpoints" / stage).glob("step-*"))
+def saved_step(run: Path, stage: str) -> int:
+    """The step of the checkpoint of a stage, 0 if there is none."""
+    found = load_checkpoint(run / "checkpoints" / stage)
+    return found.step if found else 0
 
 
 # interrupted
 
-# where it starts, the moment, what happens, the exit code, and the checkpoints of a stage that are left
-CASES: dict[str, tuple[str, Moment, str, int, tuple[str, list[int]] | None]] = {
-    "warm-up, inside a step": ("", (STEP, "", 14), "kill", -1, ("search", [10])),
+# where it starts, the moment, what happens, the exit code, and the step of a stage that is saved
+CASES: dict[str, tuple[str, Moment, str, int, tuple[str, int] | None]] = {
+    "warm-up, inside a step": ("", (STEP, "", 14), "kill", -1, ("search", 10)),
     "search, among the lines of its log": ("", (OPEN, "log.jsonl'", 30), "kill", -1, None),
-    "checkpoint, before it is renamed": ("", (REPLACE, ".step-", 3), "kill", -1, ("search", [10, 20])),
+    "checkpoint, before it is renamed": ("", (REPLACE, ".checkpoint.", 3), "kill", -1, ("search", 20)),
     "test, between two networks": ("trained", (OPEN, "times.jsonl'", 2), "kill", -1, None),
     "weights renamed, widths not": ("trained", (REPLACE, ".widths.json.new", 1), "kill", -1, None),
-    "SIGTERM in the search": ("", (STEP, "", 15), "term", 3, ("search", [10, 15])),
-    "Ctrl-C in a training": ("searched", (STEP, "", 10), "int", 3, ("unpruned", [10])),
-    "Ctrl-C twice": ("searching", (STEP, "", 5), "twice", 128 + signal.SIGINT, ("search", [10, 20])),
-    "full disk at a checkpoint": ("trained", (WRITE, "checkpoints/dmcp'", 2), "full", 2, ("dmcp", [10])),
-    "loss is NaN in the search": ("searching", (LOSS, "", 23), "nan", 2, ("search", [20, 30])),
+    "SIGTERM in the search": ("", (STEP, "", 15), "term", 3, ("search", 15)),
+    "Ctrl-C in a training": ("searched", (STEP, "", 10), "int", 3, ("unpruned", 10)),
+    "Ctrl-C twice": ("searching", (STEP, "", 5), "twice", 128 + signal.SIGINT, ("search", 20)),
+    "full disk at a checkpoint": ("trained", (WRITE, "checkpoints/dmcp'", 2), "full", 2, ("dmcp", 10)),
+    "loss is NaN in the search": ("searching", (LOSS, "", 23), "nan", 2, ("search", 30)),
 }  # fmt: skip
 
 
@@ -176,7 +178,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(
     assert typed(*argv, moment=moment, act=act) == code
     out, err = capfd.readouterr()
     assert out == "" and "Traceback" not in err and not (run / LOCK).exists()
-    assert left is None or checkpoints(run, left[0]) == left[1]
+    assert left is None or saved_step(run, left[0]) == left[1]
     assert code != 3 or f"Go on with: dmcp prune --resume {run}" in err
     assert code != 2 or len(err.splitlines()) == 1
     assert resume(run) == 0 and capfd.readouterr().err == ""
@@ -187,7 +189,7 @@ def test_a_run_that_is_really_killed(runs: Runs, tmp_path: Path) -> None:
     whole, run = runs(), tmp_path / "run"
     words = [sys.executable, "-m", "dmcp", *PRUNE, "--out", str(run)]
     with subprocess.Popen(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) as process:
-        while not checkpoints(run, "search"):
+        while not saved_step(run, "search"):
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
@@ -224,7 +226,8 @@ def test_other_commands_and_ways_go_on_as_well(
 
 def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     whole, run = runs(), shutil.copytree(runs(STARTS["searching"]), tmp_path / "run")
-    settings = (run / "settings.json").read_text()
+    settings, saved = (run / "settings.json").read_text(), run / "checkpoints" / "search" / "checkpoint.safetensors"
+    sound = saved.read_bytes()
 
     def refused(sentence: str, *words: str) -> None:
         """In one sentence, and nothing in the run changes."""
@@ -236,7 +239,7 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
 
     refused("leave --epochs out", "--epochs", "3")
     with Lock(run):
-        refused(f"{run} is in use by process {os.getpid()} on ")
+        refused(f"{run} is in use")
     Path("killed_net.py").write_text(f"{NET.replace('width=6', 'width=8')}# so no compiled file is taken for this one")
     del sys.modules["killed_net"]
     assert resume(run) == 2 and "fingerprint was" in capfd.readouterr().err
@@ -254,6 +257,9 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
         (run / "settings.json").write_text(json.dumps(stored | change))
         assert resume(run) == 2 and sentence in capfd.readouterr().err
         (run / "settings.json").write_text(settings)
+    saved.write_bytes(sound[:-1])
+    refused("is damaged")
+    saved.write_bytes(sound)
     assert typed(*PRUNE, "--resume", run) == 0  # the same once more is no contradiction
     capfd.readouterr()
     assert_same(run, whole)
