@@ -87,7 +87,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside = tmp_path / "outside"
-    save_checkpoint(outside, Checkpoint(5, {}, {}))
+    save_checkpoint(outside, Checkpoint(5, {"weights": torch.ones(9)}, {}))
     (path,) = outside.iterdir()
     whole = path.read_bytes()
     with monkeypatch.context() as patch:
@@ -98,7 +98,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "link").symlink_to(tmp_path.parent)
     with pytest.raises(FileError):
         load_checkpoint(tmp_path / "link")
-    for damaged in (whole[:-1], whole[:20], b""):
+    for damaged in (whole[:-1], whole[:-1] + b"!", whole[:20], b""):
         path.write_bytes(damaged)
         with pytest.raises(FileError, match="is damaged"):
             load_checkpoint(outside)

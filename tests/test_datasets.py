@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dmcp.data import datasets
-from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split, transform
+from dmcp.data.datasets import ArraySet, Augmentation, DataSets, decode, load, preprocessing, split, transform
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
 
@@ -252,3 +253,12 @@ def test_of_16_bits_the_upper_8_are_read_and_32_are_refused(tmp_path: Path) -> N
         Image.fromarray(np.full((20, 24), 3000, kind)).save(root / "val" / "cat" / "x.tif")
         with pytest.raises(DataError, match=r"x\.tif cannot be read as an image"):
             as_loaded(load(root, size=16))
+
+
+def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
+    """A PostScript file, which starts a program whatever its name is, and a pipe, which never ends."""
+    (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    os.mkfifo(tmp_path / "pipe.png")
+    for name in ("eps.png", "pipe.png"):
+        with pytest.raises(DataError):
+            decode(str(tmp_path / name))

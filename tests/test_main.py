@@ -138,3 +138,12 @@ def test_of_several_ranks_one_speaks(capsys: Capture, tmp_path: Path, monkeypatc
     assert run(capsys, "inspect", "digits:resnet")[1] != ""
     code, _, err = run(capsys, "prune", *SHORT, "--seeds", "2")
     assert code == 2 and "leave torchrun out" in err
+
+
+def test_a_folder_cannot_take_the_place_of_libraries(tmp_path: Path) -> None:
+    for name in ("jinja2.py", "safetensors.py", "json.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported from the current folder')")
+    words = [sys.executable, "-m", "dmcp", "runs", "."]
+    path = os.environ | {"PYTHONPATH": str(Path(dmcp.__file__).parent.parent)}
+    found = subprocess.run(words, cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, ".: no runs.\n"), found.stderr

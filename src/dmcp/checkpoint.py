@@ -56,7 +56,8 @@ class Checkpoint:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint in the place of the one before."""
     tensors = {name: _copy(tensor) for name, tensor in checkpoint.tensors.items()}
-    record = json.dumps({"step": checkpoint.step, "facts": checkpoint.facts})
+    checksum = hashlib.sha256(_body(safetensors.torch.save(tensors))).hexdigest()
+    record = json.dumps({"step": checkpoint.step, "facts": checkpoint.facts, "sha256": checksum})
     try:
         write_files(folder, {_FILE: safetensors.torch.save(tensors, {"record": record})})
     except OSError as error:
@@ -73,9 +74,16 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         record = json.loads(header["__metadata__"]["record"])
+        if hashlib.sha256(_body(data)).hexdigest() != record["sha256"]:
+            raise ValueError("its checksum is not that of its tensors")
         return Checkpoint(int(record["step"]), safetensors.torch.load(data), dict(record["facts"]))
     except Exception as error:  # safetensors and torch raise many classes for a header that makes no sense
         raise FileError(f"{path} is damaged ({quote(error)}): remove it to start this stage anew.") from error
+
+
+def _body(data: bytes) -> memoryview:
+    """The numbers in the bytes of a safetensors file, which lie behind its header."""
+    return memoryview(data)[8 + int.from_bytes(data[:8], "little") :]
 
 
 def _copy(tensor: Tensor) -> Tensor:

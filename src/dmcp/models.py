@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -156,7 +157,9 @@ def _torchvision(name: str) -> Callable[..., Any]:
 
 
 def imported(module: str, name: str) -> Any:
-    """What a user's module has under a name, like `build` or `Outer.build`."""
+    """What a user's module has under a name, like `build` or `Outer.build`; it may lie in the current folder."""
+    if "" not in sys.path:
+        sys.path.append("")  # last: a file there must not take the place of a library
     try:
         found: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit

@@ -47,7 +47,6 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=
 
 def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
-    sys.path.insert(0, "")  # `mynet:build` may lie in the current folder
     debug = "--debug" in sys.argv  # at any place
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:

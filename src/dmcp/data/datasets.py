@@ -37,10 +37,16 @@ def as_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
+def _open(path: str) -> Image:
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or device, which may never end
+        raise OSError("it is no file")
+    return PIL.Image.open(path, formats=_FORMATS)
+
+
 def decode(path: str) -> Image:
     """An image file as RGB."""
     try:
-        with PIL.Image.open(path) as image:
+        with _open(path) as image:
             return as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         raise DataError(f"{path} cannot be read as an image ({quote(error)}): repair it, or --corrupt skip.") from error
@@ -75,6 +81,7 @@ def _cover(image: Image, size: tuple[int, int]) -> Image:
 
 
 _PARTS = ("train", "val")
+_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")  # whatever a file's name says; EPS would run programs
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # which torchvision reads
 
 
@@ -205,7 +212,7 @@ def _look_at(paths: Sequence[str], whole: bool, workers: int | None = None) -> I
 def _look(path: str, whole: bool) -> tuple[int, int] | Broken:
     """Height and width of an image, decoded just as a loader does, or (not whole) by its first bytes alone."""
     try:
-        with PIL.Image.open(path) as image:
+        with _open(path) as image:
             if whole:
                 as_rgb(image)
             return image.height, image.width
