@@ -335,7 +335,8 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
     check: may refuse before anything is written, and gives the job back, or that with a table of latency.
     """
     resume, folder = bool(request.resume), run_folder(config, request)
-    read_kinds(config.track)  # refuses what is not installed
+    if config.track:
+        read_kinds(config.track)  # refuses what is not installed
     world, begun = join(config.device), False
     again = f"dmcp {config.command} --resume {shlex.quote(str(folder))}"
     try:
