@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import FewBatches, batches_from, check_parts, input_of, labels_of, length_of, peek, size_of
+from dmcp.batches import FewBatches, batches_from, check_parts, input_of, labels_of, size_of
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
@@ -66,18 +66,6 @@ def test_samplers_that_repeat_are_seen() -> None:
     check_parts(loader(21), SINGLE_PROCESS)
     with pytest.raises(DataError, match="repeats samples"):
         check_parts(loader(21), World(0, 2))
-
-
-def test_a_look_at_the_first_batch_loses_none() -> None:
-    batches = [torch.zeros(0), torch.ones(2), torch.ones(3)]
-    assert [len(it) for it in peek(batches) or ()] == [2]  # the first with a sample
-    assert peek([]) == peek([torch.zeros(0)]) == []
-    (first,) = peek(DataLoader(TensorDataset(torch.arange(6)), 4)) or ()
-    assert first[0].tolist() == [0, 1, 2, 3] and length_of([1, 2]) == 2
-    for once in (iter(batches), (it for it in batches)):
-        assert peek(once) is None and len(list(once)) == 3
-        with pytest.raises(DataError, match="has no length"):
-            length_of(once, "arch_loader")
 
 
 def test_few_batches_are_the_first_of_each_epoch_of_the_loader() -> None:

@@ -11,14 +11,11 @@ from nets import Residual, SharedWeight, randomise, sample
 
 import dmcp
 from dmcp.budget import (
-    Budget,
     Limit,
     budget_loss,
     check_reachable,
     constant_alpha,
     costs,
-    known_limits,
-    limits_latency,
     parse,
     ratios,
     spent_shares,
@@ -83,16 +80,6 @@ def test_what_is_no_budget_is_refused() -> None:
         with pytest.raises(BudgetError) as caught:
             parse(spec, traced()[0])
         assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
-
-
-def test_limits_of_latency_are_known_before_it_is_measured() -> None:
-    graph, _ = traced()
-    assert all(map(limits_latency, ("8ms", "50%,latency:50%", Budget((Limit("latency", 5),), ""))))
-    assert not any(map(limits_latency, ("50%", 0.5, "half", None, "macs:5M", "params:2M")))
-    assert known_limits("50%,8ms", graph) == parse("50%", graph).limits
-    for bad in ("8ms,half", "8ms,latency:50%", "0ms"):
-        with pytest.raises(BudgetError):
-            known_limits(bad, graph)
 
 
 # reachability

@@ -26,7 +26,6 @@ from dmcp.checkpoint import (
     ResumableIterator,
     State,
     load_checkpoint,
-    optimizer_state,
     random_state,
     save_checkpoint,
     set_random_state,
@@ -360,17 +359,6 @@ def test_a_checkpoint_of_another_network_or_optimizer_is_refused(tmp_path: Path)
             Loop("train", folder, optimizer=first).run(0, "crash", 9)
         with pytest.raises(FileError, match="another optimizer"):
             Loop("train", folder, optimizer=second).run()
-
-
-def test_an_optimizer_that_cannot_be_saved_is_refused() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.Adam([weight])
-    optimizer.param_groups[0]["weight_decay"] = np.float64(0.1)
-    found = optimizer_state(optimizer)
-    assert not optimizer.state and found["Adam/groups/0/number/weight_decay"].item() == 0.1  # no trace of the look
-    optimizer.state[weight] = {"seen": [1]}
-    with pytest.raises(TrainingError, match="cannot be saved"):
-        optimizer_state(optimizer)
 
 
 # prune

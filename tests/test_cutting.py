@@ -16,7 +16,6 @@ import dmcp
 from dmcp.cutting import padded, with_frozen
 from dmcp.errors import WidthsError
 from dmcp.models import build
-from dmcp.runtime.engine import pads
 
 
 class Odd(nn.Module):
@@ -182,14 +181,3 @@ def test_a_padded_network_learns_the_same(make: Callable[[], nn.Module]) -> None
     for name, value in state(alone).items():
         torch.testing.assert_close(state(inside)[name], value, rtol=1e-8, atol=1e-10)
     assert not same(state(inside), before)
-
-
-def test_padding_is_for_gpus_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, float32 = torch.device("cuda"), dmcp.Engine(precision="float32")  # type: ignore[arg-type]
-    assert not pads(dmcp.Engine(pad=True), torch.device("cpu"))
-    for capability in ((9, 0), (7, 5)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
-        given = [
-            pads(engine, gpu) for engine in (dmcp.Engine(), dmcp.Engine(pad=True), dmcp.Engine(pad=False), float32)
-        ]
-        assert given == [capability == (9, 0), True, False, False]

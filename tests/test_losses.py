@@ -137,13 +137,6 @@ class Iou:
         return (hit / (self.matrix.sum(0) + self.matrix.sum(1) - hit)).nanmean()
 
 
-class Right(Iou):
-    """The accuracy, to compare with the one that is a mean."""
-
-    def compute(self) -> Any:
-        return self.matrix.diag().sum() / self.matrix.sum()
-
-
 def answers(*chosen: int) -> Tensor:
     return torch.eye(2)[list(chosen)]
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from nets import Residual, sample
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
@@ -24,11 +23,9 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
-from dmcp.pruning import reachable
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
-from dmcp.searching.config import SearchRecord, extremes
-from dmcp.searching.search import reach
+from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import StepRecord
@@ -150,16 +147,6 @@ def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_f
         assert (
             dmcp.prune(model, *loaders, **short, task=own).origin == "dmcp: trained on from the weights of the search"
         )
-
-
-class Once(IterableDataset[Any]):
-    """Hands out the same generator each time."""
-
-    def __init__(self) -> None:
-        self.samples = ((x, y) for batch in Noise(2).batches for x, y in zip(*batch, strict=True))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.samples
 
 
 class Blurred(Residual):
@@ -358,14 +345,6 @@ def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
     whole = prune(train=replace(TRAIN, epochs=2), **options)
     for name, it in whole.front.items():
         assert same(tensors(it.model), tensors(result.front[name].model))
-
-
-@pytest.mark.parametrize("more", [{}, {"align": 3}, {"min_channels": 3, "max_channels": {"stem": 5}}], ids=str)
-def test_the_reachable_widths_are_those_of_the_chains(more: dict[str, Any]) -> None:
-    model, graph = traced()
-    config = replace(SEARCH, **more)
-    _, chains = reach(dmcp.Supernet(model, graph, config.groups, config.align), config)
-    assert reachable(graph, config) == extremes(graph, chains.sizes)
 
 
 def test_a_search_of_much_data_sees_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

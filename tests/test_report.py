@@ -175,20 +175,3 @@ def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
     for path, copy in zip(paths, again, strict=True):
         assert path.read_text().rstrip().endswith("</svg>") and path.read_bytes() == copy.read_bytes()
     assert dict(matplotlib.rcParams) == settings
-
-
-def test_curves_are_the_log() -> None:
-    (axes,) = figures.cost_over_time(found().log, ["MACs"], 0.95).axes
-    (line,) = (line for line in axes.get_lines() if line.get_label() == "MACs")
-    assert line.get_xydata().tolist() == [[2, 0.9], [3, 0.9]]  # type: ignore[union-attr]
-    (axes,) = figures.losses({"x": {step: float(step % 5) for step in range(1000)}}, "losses").axes
-    (line,) = axes.get_lines()
-    assert set(line.get_ydata()) == {2.0} and len(line.get_xdata()) == 200  # type: ignore[arg-type]
-
-
-def test_every_space_is_named_with_its_widths() -> None:
-    rows = [("a", 16, 8, 8.5), ("b" * 50, 64, 16, None), ("$c", 3, 3, None)]
-    (axes,) = figures.widths_per_space(rows, "widths").axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "…" + "b" * 33, "$c"]
-    assert [text.get_text() for text in axes.texts] == ["8 of 16", "16 of 64", "3 of 3"]
-    assert [bar.get_width() for bar in axes.patches[3:]] == [0.5, 0.25, 1.0]  # type: ignore[attr-defined]

@@ -106,13 +106,6 @@ def test_the_unpruned_network_teaches_once_it_is_trained() -> None:
     assert same(tensors(with_baselines.model), tensors(taught.model))
 
 
-def test_a_teacher_stays_as_it_was() -> None:
-    model, _ = traced()
-    before = tensors(model)
-    prune(teacher=model)
-    assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_the_teacher_is_a_row_if_its_costs_are_known() -> None:
     model, graph = traced()
     cases: list[tuple[dict[str, Any], list[str]]] = [

@@ -233,16 +233,6 @@ def test_settings_that_do_not_fit(settings: Any, kind: type[DmcpError]) -> None:
     assert bits(net) == before
 
 
-def test_what_leaves_nothing_to_do() -> None:
-    with pytest.raises(WidthsError):
-        search(supernet(1), groups=1, budget="100%")
-    net = supernet()
-    net.model.requires_grad_(False)
-    with pytest.raises(TrainingError):
-        search(net)
-    assert search(net, train_weights=False, warmup=0).log
-
-
 # the same twenty steps on every engine: eager, compiled, replayed as CUDA graphs, in bfloat16
 
 GPU = torch.cuda.is_available()
