@@ -14,7 +14,6 @@ from dmcp.budget import (
     Limit,
     budget_loss,
     check_reachable,
-    constant_alpha,
     costs,
     parse,
     ratios,
@@ -144,15 +143,3 @@ def test_expected_costs_are_the_means_of_samples(net: Any, process: Process) -> 
     assert torch.autograd.gradcheck(
         lambda a: ratios(budget, graph, process.marginals(a), supernet.sizes, process), alpha
     )
-
-
-@both
-def test_one_constant_starts_at_the_budget(process: Process) -> None:
-    graph, net = traced()
-    for spec in ("30%", "80%,params:50%"):
-        budget = parse(spec, graph)
-        alpha = torch.full(net.alpha.shape, constant_alpha(budget, graph, net.sizes, process)).double()
-        found = ratios(budget, graph, process.marginals(alpha), net.sizes, process)
-        assert found.max().item() == pytest.approx(1, abs=1e-6)
-    low = graph.macs(net.min_widths)
-    assert [constant_alpha(parse(it, graph), graph, net.sizes) for it in (low, "100%")] == [-10, 10]

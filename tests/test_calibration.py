@@ -103,6 +103,3 @@ def test_a_sub_network_is_calibrated_like_the_cut_one() -> None:
     recalibrate(small, batches)
     torch.testing.assert_close(net.eval()(x, gates), small.eval()(x))
     assert float((small.bn1.running_var - 1).abs().max()) > 1e-3
-
-
-# norms of people's own

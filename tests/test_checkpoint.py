@@ -379,7 +379,6 @@ def pruned(folder: Path, model: nn.Module | None = None, loader: Any = None, **h
 
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "search.seed was 0, is 1": {"search": replace(SHORT["search"], seed=1)},
-    'search.budget was 0.5, is "40%"': {"search": replace(SHORT["search"], budget="40%")},
     "retrain was": {"retrain": "scratch"},
     "arch_loader was false, is true": {"loader": Loaders(search=shuffled(36), arch=shuffled(20))},
     "optimizer was false, is true": {"task": Task(optimizer=torch.optim.Adam)},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.cutting import padded, with_frozen
+from dmcp.cutting import padded
 from dmcp.errors import WidthsError
 from dmcp.models import build
 
@@ -106,23 +106,6 @@ def test_reinitialize_follows_the_rules_at_the_cut_shape() -> None:
     assert all(part.bias.abs().max() == 0 for part in net)
     assert all(torch.equal(net[index].weight, torch.ones_like(net[index].weight)) for index in (1, 3, 5))
     assert not net[1].running_mean.any() and net[1].running_var.eq(1).all() and net[1].num_batches_tracked == 0
-
-
-def test_reinitialize_leaves_alone_what_is_frozen() -> None:
-    net = randomise(Residual(**Residual.FULL)).float()
-    for part in (net.stem, net.bn0, net.bn1.weight):
-        part.requires_grad_(False)
-    before = state(net)
-    dmcp.reinitialize(net)
-    kept = {name for name, tensor in state(net).items() if torch.equal(tensor, before[name])}
-    assert {name for name in before if name.startswith(("stem.", "bn0."))} | {"bn1.weight"} <= kept
-    assert not {"conv1.weight", "conv4.weight", "bn1.running_mean"} & kept  # its bias is still trained
-    fresh = Residual(**Residual.FULL)
-    both = with_frozen(fresh, net)
-    assert both is not fresh and torch.equal(both.stem.weight, net.stem.weight) and not both.stem.weight.requires_grad
-    assert torch.equal(both.conv1.weight, fresh.conv1.weight) and with_frozen(net, net) is net
-    with pytest.raises(dmcp.WidthsError):
-        with_frozen(Odd(), net)
 
 
 # padding

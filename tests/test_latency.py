@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import NETS, Residual, sample
+from nets import Residual, sample
 from test_cli import Capture, run
+from test_exporting import PACKAGES, needs_onnx
 from test_pruning import SEARCH, TRAIN, Noise
 from torch import Tensor, nn
 
@@ -35,10 +36,6 @@ from dmcp.tracing.graph import ChannelGraph
 
 X = sample(Residual.SHAPE).float()
 DIGITS = torch.zeros(1, 1, 8, 8)
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-needs_onnx = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in PACKAGES), reason="NOT TESTED: pip install torch-dmcp[export]"
-)
 
 
 class Device:
@@ -119,14 +116,6 @@ def test_a_device_is_forecast_exactly_or_to_its_noise() -> None:
     noisy = measured(Device(noise=0.05))
     assert noisy.median_error < 0.1 and float(np.median(errors(noisy))) < 0.05
     assert min(*table().terms.values(), *noisy.terms.values()) >= 0
-
-
-@pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
-def test_every_kind_of_network_has_its_table(kind: Any) -> None:
-    measure = lambda net: 0.1 + 1e-4 * sum(it.numel() for it in net.parameters())  # noqa: E731
-    x = sample(kind.SHAPE).float()
-    found = timing.measure_latency(kind(**kind.FULL), x, config=LatencyConfig(networks=20), measure=measure)
-    assert found.largest_error < 0.01 and min(found.terms.values()) >= 0
 
 
 @pytest.mark.parametrize("calls", [{1}, {7, 10, 12}], ids=str)

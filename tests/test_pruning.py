@@ -28,7 +28,6 @@ from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
 from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import StepRecord
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
@@ -329,29 +328,13 @@ def test_a_trained_network_with_other_labels_is_named() -> None:
 
 
 def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
-    options = {"budget": ["70%", "50%"], "retrain": "finetune"}
-    whole, seen = prune(**options), list[dmcp.Event]()
-
-    def stop() -> bool:
-        return any(event.stage == "dmcp 50%" for event in seen)
-
-    for after in (stop, bool):
-        keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=after)
-        runtime = dmcp.Runtime(checkpointer=keeper, on_event=seen.append)
-        if after is stop:
-            with pytest.raises(dmcp.StoppedError):
-                prune(train=replace(TRAIN, epochs=2), **options, runtime=runtime)
-    result = prune(train=replace(TRAIN, epochs=2), **options, runtime=runtime)
-    whole = prune(train=replace(TRAIN, epochs=2), **options)
+    options = {"budget": ["70%", "50%"], "retrain": "finetune", "train": replace(TRAIN, epochs=2)}
+    seen = list[dmcp.Event]()
+    asked = lambda: any(event.stage == "dmcp 50%" for event in seen)  # noqa: E731
+    keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=asked)
+    with pytest.raises(dmcp.StoppedError):
+        prune(**options, runtime=dmcp.Runtime(checkpointer=keeper, on_event=seen.append))
+    result = prune(**options, runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path)))
+    whole = prune(**options)
     for name, it in whole.front.items():
         assert same(tensors(it.model), tensors(result.front[name].model))
-
-
-def test_a_search_of_much_data_sees_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_SEARCH_IMAGES", 512), ("_SEARCH_STEPS", (1, 9)), ("_TRAIN_IMAGES", 1), ("_MIN_STEPS", 1)):
-        monkeypatch.setattr(f"dmcp.settings.{name}", value)
-    model, graph, loaders = trained()
-    seen: list[dmcp.Event] = []
-    dmcp.prune(model, *loaders, "60%", graph=graph, runtime=dmcp.Runtime(on_event=seen.append))
-    steps = [event.stage for event in seen if isinstance(event.record, SearchRecord | StepRecord)]
-    assert steps == ["search"] * 2 + [DMCP] * 5  # 512 of 1,415 images, then one epoch of all

@@ -151,13 +151,6 @@ def test_a_step_has_the_temperature_and_the_weight_of_its_settings() -> None:
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
-def test_a_network_is_not_its_own_teacher() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    for teacher in (model, nn.Sequential(model)):
-        with pytest.raises(TrainingError, match="in common"):
-            train(model, some_batches(1), SHORT, teacher=teacher)
-
-
 # optimizers of one's own
 
 
