@@ -1,4 +1,4 @@
-"""Narrowing a module: what is indexed, what stays as it was, and which wrappers are looked into."""
+"""Copying a module: what is shared stays shared, and which wrappers are looked into."""
 
 from __future__ import annotations
 
