@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -147,17 +146,6 @@ def test_batch_norm_without_scale_and_buffers() -> None:
 
 
 # plans: pure arithmetic
-
-
-def test_plans_cover_every_row_pixel_and_element() -> None:
-    for n, c, rows, columns in ((512, 96, 32, 32), (512, 960, 4, 4), (2, 16, 112, 112), (1, 8, 1, 1), (64, 37, 15, 7)):
-        lanes, count, high, blocks = depthwise.strips(n, c, rows, columns, depthwise.MOST_ROWS)
-        assert lanes == n * count * columns and (count - 1) * high < rows <= count * high <= count * depthwise.MOST_ROWS
-        assert blocks * depthwise.CHANNELS >= c
-    for c, (k, m) in itertools.product(range(1, 65), ((3, 524288), (1, 1), (3, 8191))):
-        pixels, depth, parts, groups, slabs, span = convolution.weight_plan(c, k, 64, m)
-        assert c * k * k <= depth * parts * groups <= 31 * c  # taps are bits of a number
-        assert (slabs - 1) * span < m <= slabs * span and span % pixels == 0
 
 
 def test_divisions_by_multiplication_are_exact() -> None:

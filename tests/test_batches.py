@@ -1,8 +1,7 @@
-"""Batches from the middle of an epoch, and the share of each rank."""
+"""Samplers that repeat samples, and the first batches of each epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,50 +9,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import FewBatches, batches_from, check_parts, input_of, labels_of, length_of, peek, size_of
+from dmcp.batches import FewBatches, batches_from, check_parts
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
-
-
-class Noisy:
-    """A loader of the user's own, whose batches come from a random state that lives on."""
-
-    def __init__(self) -> None:
-        self.draw = torch.Generator().manual_seed(0)
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.rand(3, generator=self.draw) for _ in range(5))
-
-
-@pytest.mark.parametrize("skip", [0, 2, 5])
-def test_other_loaders_are_replayed(skip: int) -> None:
-    loader, entered = Noisy(), Noisy()
-    whole = [torch.stack(list(batches_from(loader, epoch))) for epoch in (7, 8)]
-    rest = list(batches_from(entered, 7, skip))
-    assert len(rest) == 5 - skip and all(map(torch.equal, rest, whole[0][skip:]))
-    assert torch.equal(torch.stack(list(batches_from(entered, 8))), whole[1])  # the draws go on as they would have
-    assert loader.epochs == entered.epochs == [7, 8]
-
-
-def test_what_a_batch_lacks_is_said() -> None:
-    x = torch.zeros(2)
-    assert input_of({"input": x}) is input_of((x, 1)) is input_of(x) is labels_of({"label": x}) is x
-    for read, batch in (*((labels_of, it) for it in ({}, (x,), x, (x, [1]))), (input_of, {"image": x})):
-        with pytest.raises(DataError):
-            read(batch)
-    assert size_of({"input": [{"a": x}]}) == 2
-    for batch in ((torch.tensor(1.0), 1), ("text", 1), ([], 1)):
-        with pytest.raises(DataError):
-            size_of(batch)
 
 
 def test_samplers_that_repeat_are_seen() -> None:
@@ -61,23 +21,11 @@ def test_samplers_that_repeat_are_seen() -> None:
         data = list(range(samples))
         return DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0, **options))
 
-    for fine in (loader(20), loader(21, drop_last=True), DataLoader(list(range(21)), 5), [torch.zeros(2)], Noisy()):
+    for fine in (loader(20), loader(21, drop_last=True), DataLoader(list(range(21)), 5), [torch.zeros(2)]):
         check_parts(fine, World(0, 2))
     check_parts(loader(21), SINGLE_PROCESS)
     with pytest.raises(DataError, match="repeats samples"):
         check_parts(loader(21), World(0, 2))
-
-
-def test_a_look_at_the_first_batch_loses_none() -> None:
-    batches = [torch.zeros(0), torch.ones(2), torch.ones(3)]
-    assert [len(it) for it in peek(batches) or ()] == [2]  # the first with a sample
-    assert peek([]) == peek([torch.zeros(0)]) == []
-    (first,) = peek(DataLoader(TensorDataset(torch.arange(6)), 4)) or ()
-    assert first[0].tolist() == [0, 1, 2, 3] and length_of([1, 2]) == 2
-    for once in (iter(batches), (it for it in batches)):
-        assert peek(once) is None and len(list(once)) == 3
-        with pytest.raises(DataError, match="has no length"):
-            length_of(once, "arch_loader")
 
 
 def test_few_batches_are_the_first_of_each_epoch_of_the_loader() -> None:

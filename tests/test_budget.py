@@ -11,14 +11,10 @@ from nets import Residual, SharedWeight, randomise, sample
 
 import dmcp
 from dmcp.budget import (
-    Budget,
     Limit,
     budget_loss,
     check_reachable,
-    constant_alpha,
     costs,
-    known_limits,
-    limits_latency,
     parse,
     ratios,
     spent_shares,
@@ -85,16 +81,6 @@ def test_what_is_no_budget_is_refused() -> None:
         assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
 
 
-def test_limits_of_latency_are_known_before_it_is_measured() -> None:
-    graph, _ = traced()
-    assert all(map(limits_latency, ("8ms", "50%,latency:50%", Budget((Limit("latency", 5),), ""))))
-    assert not any(map(limits_latency, ("50%", 0.5, "half", None, "macs:5M", "params:2M")))
-    assert known_limits("50%,8ms", graph) == parse("50%", graph).limits
-    for bad in ("8ms,half", "8ms,latency:50%", "0ms"):
-        with pytest.raises(BudgetError):
-            known_limits(bad, graph)
-
-
 # reachability
 
 
@@ -157,15 +143,3 @@ def test_expected_costs_are_the_means_of_samples(net: Any, process: Process) -> 
     assert torch.autograd.gradcheck(
         lambda a: ratios(budget, graph, process.marginals(a), supernet.sizes, process), alpha
     )
-
-
-@both
-def test_one_constant_starts_at_the_budget(process: Process) -> None:
-    graph, net = traced()
-    for spec in ("30%", "80%,params:50%"):
-        budget = parse(spec, graph)
-        alpha = torch.full(net.alpha.shape, constant_alpha(budget, graph, net.sizes, process)).double()
-        found = ratios(budget, graph, process.marginals(alpha), net.sizes, process)
-        assert found.max().item() == pytest.approx(1, abs=1e-6)
-    low = graph.macs(net.min_widths)
-    assert [constant_alpha(parse(it, graph), graph, net.sizes) for it in (low, "100%")] == [-10, 10]

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import dmcp
 from dmcp.calibration import recalibrate
@@ -104,21 +103,3 @@ def test_a_sub_network_is_calibrated_like_the_cut_one() -> None:
     recalibrate(small, batches)
     torch.testing.assert_close(net.eval()(x, gates), small.eval()(x))
     assert float((small.bn1.running_var - 1).abs().max()) > 1e-3
-
-
-# norms of people's own
-
-
-def uncounted(self: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Renewed, but it does not count batches."""
-    mean, var, rate = self.running_mean, self.running_var, self.momentum
-    return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, rate or 0.0, self.eps)
-
-
-def test_norms_of_ones_own_that_do_not_count() -> None:
-    norm, batches = type("Own", (nn.BatchNorm2d,), {"forward": uncounted})(3), uneven()
-    norm.running_mean.fill_(0.5)
-    norm.running_var.fill_(4.0)
-    recalibrate(norm, batches)
-    torch.testing.assert_close((norm.running_mean, norm.running_var), truth(batches))
-    assert norm.momentum == 0.1

@@ -26,7 +26,6 @@ from dmcp.checkpoint import (
     ResumableIterator,
     State,
     load_checkpoint,
-    optimizer_state,
     random_state,
     save_checkpoint,
     set_random_state,
@@ -362,17 +361,6 @@ def test_a_checkpoint_of_another_network_or_optimizer_is_refused(tmp_path: Path)
             Loop("train", folder, optimizer=second).run()
 
 
-def test_an_optimizer_that_cannot_be_saved_is_refused() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.Adam([weight])
-    optimizer.param_groups[0]["weight_decay"] = np.float64(0.1)
-    found = optimizer_state(optimizer)
-    assert not optimizer.state and found["Adam/groups/0/number/weight_decay"].item() == 0.1  # no trace of the look
-    optimizer.state[weight] = {"seen": [1]}
-    with pytest.raises(TrainingError, match="cannot be saved"):
-        optimizer_state(optimizer)
-
-
 # prune
 
 SHORT = {
@@ -391,7 +379,6 @@ def pruned(folder: Path, model: nn.Module | None = None, loader: Any = None, **h
 
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "search.seed was 0, is 1": {"search": replace(SHORT["search"], seed=1)},
-    'search.budget was 0.5, is "40%"': {"search": replace(SHORT["search"], budget="40%")},
     "retrain was": {"retrain": "scratch"},
     "arch_loader was false, is true": {"loader": Loaders(search=shuffled(36), arch=shuffled(20))},
     "optimizer was false, is true": {"task": Task(optimizer=torch.optim.Adam)},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -217,15 +216,6 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
     assert facts["seconds"] == pytest.approx(sum(it["seconds"] for it in facts["stages"]))
     facts = json.loads(run(capsys, *words, "--method", "l2")[1])
     assert facts["chosen"].keys() == {"batch", "epochs", "lr"} and [it["name"] for it in facts["stages"]] == ["l2"]
-
-
-# progress
-
-
-def test_progress_is_plain_lines_in_a_pipe(capsys: Capture, tmp_path: Path) -> None:
-    options = [option for option in SMALL if option != "--quiet"]
-    code, out, err = run(capsys, "train", *options, "--epochs", "2", "--out", str(tmp_path / "run"))
-    assert code == 0 and re.fullmatch(r"unpruned: 2 of 2, loss [\d.]+\n", err) and "\x1b" not in out + err
 
 
 # sample

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.cutting import padded, with_frozen
+from dmcp.cutting import padded
 from dmcp.errors import WidthsError
 from dmcp.models import build
-from dmcp.runtime.engine import pads
 
 
 class Odd(nn.Module):
@@ -109,23 +108,6 @@ def test_reinitialize_follows_the_rules_at_the_cut_shape() -> None:
     assert not net[1].running_mean.any() and net[1].running_var.eq(1).all() and net[1].num_batches_tracked == 0
 
 
-def test_reinitialize_leaves_alone_what_is_frozen() -> None:
-    net = randomise(Residual(**Residual.FULL)).float()
-    for part in (net.stem, net.bn0, net.bn1.weight):
-        part.requires_grad_(False)
-    before = state(net)
-    dmcp.reinitialize(net)
-    kept = {name for name, tensor in state(net).items() if torch.equal(tensor, before[name])}
-    assert {name for name in before if name.startswith(("stem.", "bn0."))} | {"bn1.weight"} <= kept
-    assert not {"conv1.weight", "conv4.weight", "bn1.running_mean"} & kept  # its bias is still trained
-    fresh = Residual(**Residual.FULL)
-    both = with_frozen(fresh, net)
-    assert both is not fresh and torch.equal(both.stem.weight, net.stem.weight) and not both.stem.weight.requires_grad
-    assert torch.equal(both.conv1.weight, fresh.conv1.weight) and with_frozen(net, net) is net
-    with pytest.raises(dmcp.WidthsError):
-        with_frozen(Odd(), net)
-
-
 # padding
 
 
@@ -182,14 +164,3 @@ def test_a_padded_network_learns_the_same(make: Callable[[], nn.Module]) -> None
     for name, value in state(alone).items():
         torch.testing.assert_close(state(inside)[name], value, rtol=1e-8, atol=1e-10)
     assert not same(state(inside), before)
-
-
-def test_padding_is_for_gpus_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, float32 = torch.device("cuda"), dmcp.Engine(precision="float32")  # type: ignore[arg-type]
-    assert not pads(dmcp.Engine(pad=True), torch.device("cpu"))
-    for capability in ((9, 0), (7, 5)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
-        given = [
-            pads(engine, gpu) for engine in (dmcp.Engine(), dmcp.Engine(pad=True), dmcp.Engine(pad=False), float32)
-        ]
-        assert given == [capability == (9, 0), True, False, False]

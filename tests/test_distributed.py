@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -18,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import distributed_programs as programs
-import numpy as np
 import pytest
 import torch
 from distributed_programs import STEPS
 from torch import Tensor
 
 import dmcp
-from dmcp.batches import share_of
 from dmcp.checkpoint import load_checkpoint
 from dmcp.errors import RankError
 from dmcp.models import build
@@ -109,13 +106,6 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         assert ends(processes, MINUTE) == [1, -signal.SIGKILL, 1]
     assert all(f"RankError: Rank {rank} of 3 lost the others" in told(folder, rank) for rank in (0, 2))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(3)]
-
-
-def test_parts_are_those_of_array_split() -> None:
-    for count, size in itertools.product((0, 1, 6, 100), (1, 3, 7)):
-        samples = np.arange(count)
-        for rank, wanted in enumerate(np.array_split(samples, size)):
-            assert samples[share_of(0, count, count, World(rank, size))].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,28 +12,21 @@ from examples import auxiliary, segmentation
 import dmcp
 
 
-def test_a_segmentation_net_is_searched(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = segmentation.run(pictures=64, search_epochs=4, train_epochs=3)
-    full, control, ours = rows
-    for row in (control, ours):
-        assert 0.95 * 0.3 <= row.macs / full.macs <= 0.3
-        assert row.params < full.params and 0 < row.iou < 1
-    assert full.params == sum(p.numel() for p in segmentation.TinySegmenter().parameters())
-    monkeypatch.setattr(segmentation, "run", lambda: rows)
-    segmentation.main()
-    assert f"{ours.macs:,}" in capsys.readouterr().out
-
-
-def test_a_net_with_auxiliary_outputs_is_searched(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("example", "settings", "result"),
+    [(segmentation, {"pictures": 64}, "iou"), (auxiliary, {"images": 256}, "accuracy")],
+    ids=["segmentation", "auxiliary"],
+)
+def test_an_example_is_searched(
+    example: Any, settings: Any, result: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = auxiliary.run(images=256, search_epochs=4, train_epochs=3)
+    rows = example.run(**settings, search_epochs=4, train_epochs=3)
     full, control, ours = rows
     for row in (control, ours):
         assert 0.95 * 0.3 <= row.macs / full.macs <= 0.3
-        assert row.params < full.params and 0 < row.accuracy <= 1
-    monkeypatch.setattr(auxiliary, "run", lambda: rows)
-    auxiliary.main()
+        assert row.params < full.params and 0 < getattr(row, result) <= 1
+    monkeypatch.setattr(example, "run", lambda: rows)
+    example.main()
     assert f"{ours.macs:,}" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ from nets import Chain, Concat, Depthwise, Grouped, Residual, SharedWeight, Sque
 from torch import nn
 
 import dmcp
-from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
+from dmcp.importance import Place, magnitude, placed, scaled, strongest, written
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import ChannelSpace
 
@@ -47,24 +47,6 @@ def test_tied_layers_are_all_found() -> None:
     torch.testing.assert_close(magnitude(model, graph, stream), by_hand.detach().double())
     squares = model.conv3.weight.square().sum((1, 2, 3))
     torch.testing.assert_close(magnitude(model, graph, spaces["conv3"], 2), squares.detach().double())
-
-
-def test_filters_of_depthwise_grouped_and_transposed_convs() -> None:
-    model, graph, spaces = traced(Depthwise)
-    assert names(written(model, graph, spaces["expand1"])) == [("expand1.weight", 0), ("depth1.weight", 0)]
-    by_hand = torch.cat([model.expand1.weight.flatten(1), model.depth1.weight.flatten(1)], dim=1)
-    torch.testing.assert_close(vectors(model, written(model, graph, spaces["expand1"])), by_hand.detach().double())
-    model, graph, spaces = traced(Grouped)
-    inside = written(model, graph, spaces["wide"])[0]  # channel i of both groups of 5
-    assert inside.name == "wide.weight" and inside.rows.tolist() == [[i, 5 + i] for i in range(5)]
-    reduce, thin = written(model, graph, spaces["reduce"])
-    assert reduce.rows.tolist() == [[2 * i, 2 * i + 1] for i in range(6)]
-    assert thin.name == "thin.weight" and thin.rows.tolist() == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(6)]
-    model, graph, spaces = traced(Transposed)
-    assert names(written(model, graph, spaces["up"])) == [("up.weight", 1), ("depth.weight", 0)]
-    by_hand = model.up.weight.abs().sum((0, 2, 3)) + model.depth.weight.abs().sum((1, 2, 3))
-    torch.testing.assert_close(magnitude(model, graph, spaces["up"]), by_hand.detach().double())
-    assert names(written(model, graph, spaces["mix"])) == [("mix.weight", 0)]  # wide reads it, inside its groups
 
 
 @pytest.mark.parametrize("kind", [Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, SharedWeight, Transposed])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dmcp.errors import FileError
-from dmcp.runtime.io import Lock, from_plain, is_locked, parse_json, plain
+from dmcp.runtime.io import Lock, from_plain, is_locked
 from dmcp.settings import Precision
 
 
@@ -22,14 +22,6 @@ def test_a_folder_is_held_while_the_block_runs(tmp_path: Path) -> None:
             assert is_locked(tmp_path)  # the one that was refused took nothing away
             _ = 1 / 0
         assert list(tmp_path.iterdir()) == [] and not is_locked(tmp_path)
-
-
-def test_json_that_cannot_be_ours_is_refused() -> None:
-    assert parse_json(b'{"a": [1]}', "x") == {"a": [1]}
-    for text in (b"", b"{", b"\xff", b"[" * 100_000):
-        with pytest.raises(FileError, match="x: "):
-            parse_json(text, "x")
-    assert plain("a\x1b[1mb") == "a\N{REPLACEMENT CHARACTER}[1mb"
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import NETS, Residual, sample
+from nets import Residual, sample
 from test_cli import Capture, run
+from test_exporting import PACKAGES, needs_onnx
 from test_pruning import SEARCH, TRAIN, Noise
 from torch import Tensor, nn
 
 import dmcp
-from dmcp import exporting, pruning
 from dmcp import latency as timing
+from dmcp import pruning
 from dmcp.budget import check_reachable, costs, holds, parse
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.latency import Latency
@@ -31,15 +32,10 @@ from dmcp.runs import read_run
 from dmcp.sampling import expected
 from dmcp.searching.config import SearchResult
 from dmcp.settings import LatencyConfig, RuntimeKind
-from dmcp.tracing.cost import evaluate, total
 from dmcp.tracing.graph import ChannelGraph
 
 X = sample(Residual.SHAPE).float()
 DIGITS = torch.zeros(1, 1, 8, 8)
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-needs_onnx = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in PACKAGES), reason="NOT TESTED: pip install torch-dmcp[export]"
-)
 
 
 class Device:
@@ -115,34 +111,11 @@ def errors(found: Latency) -> list[float]:
 # the fit
 
 
-def test_prices_are_found_and_never_negative() -> None:
-    random = np.random.default_rng(0)
-    table, prices = random.uniform(size=(40, 4)), np.array([0.5, 0.0, 2.0, 1e-6])
-    np.testing.assert_allclose(timing.least_errors(table, table @ prices), prices, atol=1e-9)
-    assert (timing.nonnegative(random.normal(size=(12, 4)), random.normal(size=12)) >= 0).all()
-
-
-def test_work_adds_up_to_the_macs() -> None:
-    _, graph = traced()
-    macs = total(terms for key, terms in timing.work(graph).items() if key[0] not in (timing.LAYERS, timing.OTHERS))
-    rows = [[max(1, space.size // divisor) for space in graph.spaces] for divisor in (1, 2, 3)]
-    batches = {evaluate(macs, row) / graph.macs(graph.widths(row)) for row in rows}
-    assert len(batches) == 1 and batches.pop() >= 1
-
-
 def test_a_device_is_forecast_exactly_or_to_its_noise() -> None:
     assert table().largest_error < 1e-3 and max(errors(table())) < 2e-3
     noisy = measured(Device(noise=0.05))
     assert noisy.median_error < 0.1 and float(np.median(errors(noisy))) < 0.05
     assert min(*table().terms.values(), *noisy.terms.values()) >= 0
-
-
-@pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
-def test_every_kind_of_network_has_its_table(kind: Any) -> None:
-    measure = lambda net: 0.1 + 1e-4 * sum(it.numel() for it in net.parameters())  # noqa: E731
-    x = sample(kind.SHAPE).float()
-    found = timing.measure_latency(kind(**kind.FULL), x, config=LatencyConfig(networks=20), measure=measure)
-    assert found.largest_error < 0.01 and min(found.terms.values()) >= 0
 
 
 @pytest.mark.parametrize("calls", [{1}, {7, 10, 12}], ids=str)
@@ -151,16 +124,6 @@ def test_an_outlier_does_not_bend_the_table(calls: set[int]) -> None:
     found = measured(Device(slow=calls.__contains__))
     assert max(errors(found)) < 2e-3 and found.networks[10].held_out
     assert found.largest_error == pytest.approx(2 / 3 if 10 in calls else 0, abs=1e-2)
-
-
-def test_networks_from_the_smallest_to_the_unpruned_are_measured() -> None:
-    _, graph = traced()
-    rows = timing.sample_widths(graph, LatencyConfig(min_channels=2))
-    assert rows[0] == list(graph.full.values()) and rows[1] == [min(2, space.size) for space in graph.spaces]
-    macs = [graph.macs(graph.widths(row)) / graph.macs() for row in rows[2:]]
-    assert min(macs) < 0.2 and max(macs) > 0.7 and all(min(row) >= 2 for row in rows)
-    named = LatencyConfig(max_channels={graph.spaces[0].name: 4})
-    assert all(row[0] <= 4 for row in timing.sample_widths(graph, named)[1:])
 
 
 @pytest.mark.parametrize("wrong", [{"networks": 3}, {"min_channels": {"nothing": 2}}, {"align": 1000}], ids=str)
@@ -265,14 +228,6 @@ def test_a_limit_that_is_exceeded_or_not_measured_is_a_warning() -> None:
 # this machine
 
 
-def test_calls_take_turns() -> None:
-    order = list[int]()
-    exporting.turn_times([lambda: order.append(0), lambda: order.append(1)], rounds=3)
-    assert order == 4 * (4 * [0] + 4 * [1])
-    short, long = exporting.turn_times([lambda: sum(range(1000)), lambda: sum(range(100_000))], rounds=3)
-    assert 10 * short < long
-
-
 def test_this_machine_is_measured() -> None:
     model, graph = traced()
     found = timing.measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
@@ -341,16 +296,6 @@ def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     device.scale = lambda params: 1.0 if params == WHOLE else 3.0
     with pytest.warns(UserWarning, match="more than the"):
         prune(budget="latency:60%", graph=with_latency(), latency=device)
-
-
-def test_an_interrupted_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
-    runtime = dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path))
-    first = prune(budget="latency:60%", latency=Device(noise=0.05), runtime=runtime)
-    device = Device(noise=0.5)  # another machine: what was measured counts
-    again = prune(budget="latency:60%", latency=device, runtime=runtime)
-    assert not device.calls and again.latency == first.latency and again.widths == first.widths
-    with pytest.raises(FileError):
-        prune(budget="latency:60%", latency=table(), runtime=runtime)
 
 
 # the command line

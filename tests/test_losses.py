@@ -137,13 +137,6 @@ class Iou:
         return (hit / (self.matrix.sum(0) + self.matrix.sum(1) - hit)).nanmean()
 
 
-class Right(Iou):
-    """The accuracy, to compare with the one that is a mean."""
-
-    def compute(self) -> Any:
-        return self.matrix.diag().sum() / self.matrix.sum()
-
-
 def answers(*chosen: int) -> Tensor:
     return torch.eye(2)[list(chosen)]
 
@@ -162,12 +155,6 @@ def test_the_metric_of_all_batches_is_no_mean_of_theirs() -> None:
     assert dmcp.evaluate(Echo(), BATCHES, dmcp.LowerIsBetter(metric)) == found
     with pytest.raises(TrainingError, match="no samples"):
         dmcp.evaluate(Echo(), BATCHES[2:], metric)
-
-
-@pytest.mark.parametrize("metric", [Iou, "iou", 0.5])
-def test_what_is_no_metric_is_refused(metric: Any) -> None:
-    with pytest.raises(TrainingError, match="metric must be a function"):
-        dmcp.evaluate(Echo(), BATCHES, metric)
 
 
 def test_functions_of_the_user_say_how_they_are_called() -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import dmcp
 from dmcp.cli import main
 from dmcp.cli import show as commands
 from dmcp.errors import DmcpError, RankError, StoppedError
-from dmcp.retraining import TeacherWarning
 
 SOURCE = str(Path(main.__file__).parents[2])
 BLOCKED = "import sys; sys.modules['torch'] = None; from dmcp.cli.main import main; main()"
@@ -112,19 +110,6 @@ def test_a_reader_that_goes_and_ctrl_c_while_torch_is_imported(tmp_path: Path) -
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
     path = os.pathsep.join([str(tmp_path), SOURCE])
     assert start("-m", "dmcp", "inspect", "digits:resnet", PYTHONPATH=path) == (130, "", "")
-
-
-def test_warnings_of_ours_are_plain_lines(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_: object) -> None:
-        warnings.warn("It knows nothing.", TeacherWarning, stacklevel=1)
-        warnings.warn("of somebody else", UserWarning, stacklevel=1)
-        raise DmcpError("The end.")
-
-    monkeypatch.setattr(commands, "build", build)
-    warnings.simplefilter("default")
-    err = run(capsys, "inspect", "digits:resnet")[2].splitlines()
-    assert (err[0], err[-1]) == ("It knows nothing.", "dmcp: The end.")
-    assert "test_main.py" in err[1] and err[1].endswith("UserWarning: of somebody else")
 
 
 def test_of_several_ranks_one_speaks(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

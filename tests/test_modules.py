@@ -1,8 +1,7 @@
-"""Narrowing a module: what is indexed, what stays as it was, and which wrappers are looked into."""
+"""Copying a module: what is shared stays shared, and which wrappers are looked into."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -30,30 +29,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.one(x) + self.other(x)) * self.still
-
-
-ROWS = torch.tensor([2, 0])
-INDEXED = ("one.bias", "norm.weight", "norm.running_mean", "still", "coarse", "ids")
-CUTS = {"one.weight": (ROWS, torch.tensor([5, 1, 3]))} | dict.fromkeys(INDEXED, (ROWS,))
-ATTRIBUTES = {"one": {"in_features": 3, "out_features": 2}, "": {"label": "small"}}
-
-
-def test_tensors_are_indexed_and_attributes_set() -> None:
-    model: Any = Net()
-    before = copy.deepcopy(model.state_dict())
-    model.one.weight._no_weight_decay = True
-    small: Any = narrow(model, CUTS, ATTRIBUTES)
-    assert type(small) is Net and small.one.weight._no_weight_decay and small.other.weight is small.one.weight
-    assert torch.equal(small.one.weight, model.one.weight[[2, 0]][:, [5, 1, 3]])
-    for name in INDEXED:
-        owner, _, leaf = name.rpartition(".")
-        here, there = (getattr(net.get_submodule(owner), leaf) for net in (small, model))
-        assert torch.equal(here, there[[2, 0]]), name
-    assert torch.equal(small.other.bias, model.other.bias)  # not named: not cut
-    assert (small.one.in_features, small.one.out_features, small.label) == (3, 2, "small")
-    assert (model.one.in_features, model.one.out_features, hasattr(model, "label")) == (6, 4, False)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert narrow(model, {"one.weight": (None, torch.tensor([4]))}, {}).one.weight.shape == (4, 1)
 
 
 def test_copies_and_skeletons_share_what_was_shared_and_nothing_else() -> None:

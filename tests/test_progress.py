@@ -53,16 +53,6 @@ def test_the_time_left_is_that_of_the_whole_job(at: Clock) -> None:
     assert job.seconds_left() == pytest.approx(10 + 26 / 21)
 
 
-def test_a_resumed_job_starts_where_it_was(at: Clock) -> None:
-    job = Progress(None)
-    job.rows = {row.name: row for row in (Row("search", 8, 2.0), Row("dmcp", 100, 1.0))}
-    job.begin(Row("search", 8, done=8))  # of an earlier process
-    training = job.begin(Row("dmcp", 100, done=90))
-    at.now += 2
-    job.update(training, 92)
-    assert (training.done, job.seconds_left()) == (92, pytest.approx(8.0))
-
-
 def test_lines_come_now_and_then_and_at_the_end(at: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.showing(lines=True), progress.phase("dmcp", 40) as update:
         for step in range(40):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from nets import Residual, sample
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
@@ -24,14 +23,11 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
-from dmcp.pruning import reachable
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
-from dmcp.searching.config import SearchRecord, extremes
-from dmcp.searching.search import reach
+from dmcp.searching.config import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import StepRecord
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
@@ -150,16 +146,6 @@ def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_f
         assert (
             dmcp.prune(model, *loaders, **short, task=own).origin == "dmcp: trained on from the weights of the search"
         )
-
-
-class Once(IterableDataset[Any]):
-    """Hands out the same generator each time."""
-
-    def __init__(self) -> None:
-        self.samples = ((x, y) for batch in Noise(2).batches for x, y in zip(*batch, strict=True))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.samples
 
 
 class Blurred(Residual):
@@ -342,37 +328,13 @@ def test_a_trained_network_with_other_labels_is_named() -> None:
 
 
 def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
-    options = {"budget": ["70%", "50%"], "retrain": "finetune"}
-    whole, seen = prune(**options), list[dmcp.Event]()
-
-    def stop() -> bool:
-        return any(event.stage == "dmcp 50%" for event in seen)
-
-    for after in (stop, bool):
-        keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=after)
-        runtime = dmcp.Runtime(checkpointer=keeper, on_event=seen.append)
-        if after is stop:
-            with pytest.raises(dmcp.StoppedError):
-                prune(train=replace(TRAIN, epochs=2), **options, runtime=runtime)
-    result = prune(train=replace(TRAIN, epochs=2), **options, runtime=runtime)
-    whole = prune(train=replace(TRAIN, epochs=2), **options)
+    options = {"budget": ["70%", "50%"], "retrain": "finetune", "train": replace(TRAIN, epochs=2)}
+    seen = list[dmcp.Event]()
+    asked = lambda: any(event.stage == "dmcp 50%" for event in seen)  # noqa: E731
+    keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=asked)
+    with pytest.raises(dmcp.StoppedError):
+        prune(**options, runtime=dmcp.Runtime(checkpointer=keeper, on_event=seen.append))
+    result = prune(**options, runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path)))
+    whole = prune(**options)
     for name, it in whole.front.items():
         assert same(tensors(it.model), tensors(result.front[name].model))
-
-
-@pytest.mark.parametrize("more", [{}, {"align": 3}, {"min_channels": 3, "max_channels": {"stem": 5}}], ids=str)
-def test_the_reachable_widths_are_those_of_the_chains(more: dict[str, Any]) -> None:
-    model, graph = traced()
-    config = replace(SEARCH, **more)
-    _, chains = reach(dmcp.Supernet(model, graph, config.groups, config.align), config)
-    assert reachable(graph, config) == extremes(graph, chains.sizes)
-
-
-def test_a_search_of_much_data_sees_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_SEARCH_IMAGES", 512), ("_SEARCH_STEPS", (1, 9)), ("_TRAIN_IMAGES", 1), ("_MIN_STEPS", 1)):
-        monkeypatch.setattr(f"dmcp.settings.{name}", value)
-    model, graph, loaders = trained()
-    seen: list[dmcp.Event] = []
-    dmcp.prune(model, *loaders, "60%", graph=graph, runtime=dmcp.Runtime(on_event=seen.append))
-    steps = [event.stage for event in seen if isinstance(event.record, SearchRecord | StepRecord)]
-    assert steps == ["search"] * 2 + [DMCP] * 5  # 512 of 1,415 images, then one epoch of all

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -48,19 +47,15 @@ def written(table: Tensor, index: Any, what: Any = 2.0) -> Tensor:
 WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "a number": lambda h: math.sqrt(h.shape[1]),
     "tensor": lambda h: torch.tensor(float(h.shape[1])),
-    "tensor, by name": lambda h: torch.tensor(data=float(h.shape[1])),
     "tensor of an array": lambda h: torch.tensor(np.array([h.shape[1]], np.float32)),
-    "tensor of a number of NumPy": lambda h: torch.tensor(np.float32(h.shape[1])),
     "tensor of tensors": lambda h: torch.tensor([torch.tensor(float(h.shape[1])), 1.0])[0],
     "tensor of a shape": lambda h: torch.tensor(h.shape)[1],
-    "tensor of a complex number": lambda h: torch.tensor(complex(h.shape[1], 0)).real,
     "tensor of a comparison": lambda h: torch.tensor(h.shape[1] > 10).float(),
     "as_tensor": lambda h: torch.as_tensor([float(h.shape[1])]),
     "asarray": lambda h: torch.asarray(float(h.shape[1])),
     "new_tensor": lambda h: h.new_tensor([1.0 * h.shape[1]]),
     "new": lambda h: h.new([1.0 * h.shape[1]]),
     "Tensor": lambda h: torch.Tensor([h.shape[1]])[0],
-    "FloatTensor": lambda h: torch.FloatTensor([h.shape[1]])[0],
     "from_numpy": lambda h: torch.from_numpy(np.array([h.shape[1]], np.float32)),
     "full": lambda h: torch.full((1,), float(h.shape[1])),
     "fill": lambda h: torch.zeros(1).fill_(h.shape[1]),
@@ -70,17 +65,11 @@ WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "an entry that is written": lambda h: written(torch.zeros(40), h.shape[1], 5)[8],
     "a number that is written": lambda h: written(torch.zeros(2), 0, float(h.shape[1]))[0],
     "select": lambda h: torch.arange(40.0).select(0, h.shape[1]),
-    "narrow": lambda h: torch.arange(40.0).narrow(0, h.shape[1], 1),
     "roll": lambda h: torch.arange(40.0).roll(h.shape[1])[0],
-    "tril": lambda h: torch.ones(40, 40).tril(-h.shape[1]).sum() / 100,
-    "kthvalue": lambda h: torch.arange(40.0).kthvalue(h.shape[1])[0],
     "a range": lambda h: torch.tensor(range(h.shape[1])).sum() / 100,
     "an array of Python": lambda h: torch.as_tensor(array("f", [h.shape[1]])),
-    "a deque": lambda h: torch.tensor(deque([h.shape[1]])),
     "a large array": lambda h: torch.from_numpy(np.full(5000, h.shape[1], np.float32)).mean(),
-    "a complex number": lambda h: torch.full((1,), complex(h.shape[1], 1)).real,
     "one_hot": lambda h: F.one_hot(torch.tensor([0]), h.shape[1]).float().mean(),
-    "bincount": lambda h: torch.bincount(torch.tensor([0]), minlength=h.shape[1]).float().mean(),
     "roll of a map": lambda h: h.roll(h.shape[1] // 4, dims=2),
     "select of a map": lambda h: h.select(2, h.shape[1] // 4)[:, :, None],
     "padding of a map": lambda h: F.pad(h, (h.shape[1] // 8, 2 - h.shape[1] // 8, 0, 0))[..., 1:-1],
@@ -90,7 +79,6 @@ WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "a kind of number": lambda h: h.to(torch.float64 if h.shape[1] > 10 else torch.float32).sin().float(),
     "a dim": lambda h: h.cumsum(2 if h.shape[1] > 10 else 3),
     "an op that does not run without data": lambda h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 8),
-    "dilation": lambda h: F.max_pool1d(torch.arange(40.0)[None], 2, dilation=h.shape[1]).sum() / 100,
     # branches
     "the order of two": lambda h: h.relu() - h.sigmoid() if h.shape[1] > 10 else h.sigmoid() - h.relu(),
     "where": lambda h: torch.where(h > 0, h, -h) if h.shape[1] > 10 else torch.where(h > 0, -h, h),
@@ -98,7 +86,6 @@ WITH_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "from dlpack": lambda h: torch.from_dlpack(np.array([float(h.shape[1])], np.float32)).to(h.device),
     "from a buffer": lambda h: torch.frombuffer(bytearray([h.shape[1]] * 4), dtype=torch.uint8).sum().to(h.device),
     "other ops": lambda h: h.relu() if h.shape[1] > 10 else h.sigmoid(),
-    "one of two constants": lambda h: (torch.ones(1) if h.shape[1] > 10 else torch.zeros(1)).to(h.device),
 }
 WITHOUT_WIDTH: dict[str, Callable[[Tensor], Any]] = {
     "a number": lambda h: 3.0,

@@ -6,25 +6,21 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import pytest
-from nets import Residual, randomise, sample
 from test_runs import SETTINGS, TESTS, TRAINED, network_line, pruned, step_lines, write_run
 from typer.testing import CliRunner
 
-import dmcp
-from dmcp.budget import parse
 from dmcp.cli.main import app
 from dmcp.markov import INDEPENDENT
 from dmcp.report import figures
 from dmcp.report.html import make_page
 from dmcp.runs import Run, read_run
 from dmcp.sampling import expected
-from dmcp.searching.config import SearchRecord, SearchResult
 
 EVIL = "<img src=x onerror=alert(1)>\"'&$\\x\x1b[31m"
 
@@ -156,18 +152,8 @@ def test_the_commands(tmp_path: Path) -> None:
 # figures
 
 
-def found(budget: str = "50%", **changes: Any) -> SearchResult:
-    """What a search of four steps, two of them warm-up, could have found."""
-    model = randomise(Residual(**Residual.FULL))
-    graph = dmcp.trace(model, sample(Residual.SHAPE))
-    net, limits = dmcp.Supernet(model, graph, groups=4), parse(budget, graph)
-    ratios = tuple(0.9 for _ in limits.limits)
-    log = tuple(SearchRecord(step, 0, ratios=ratios if step > 1 else None) for step in range(4))
-    return SearchResult(net.alpha.detach(), net.sizes, graph, limits, 0.95, log=log, **changes)
-
-
 def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
-    result = found("60%,params:60%", process=INDEPENDENT)
+    result = replace(pruned()[0].search, process=INDEPENDENT)
     settings = dict(matplotlib.rcParams)
     paths = figures.draw_all(result, expected(result), tmp_path / "one" / "figures")
     again = figures.draw_all(result, expected(result), tmp_path / "two")
@@ -175,20 +161,3 @@ def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
     for path, copy in zip(paths, again, strict=True):
         assert path.read_text().rstrip().endswith("</svg>") and path.read_bytes() == copy.read_bytes()
     assert dict(matplotlib.rcParams) == settings
-
-
-def test_curves_are_the_log() -> None:
-    (axes,) = figures.cost_over_time(found().log, ["MACs"], 0.95).axes
-    (line,) = (line for line in axes.get_lines() if line.get_label() == "MACs")
-    assert line.get_xydata().tolist() == [[2, 0.9], [3, 0.9]]  # type: ignore[union-attr]
-    (axes,) = figures.losses({"x": {step: float(step % 5) for step in range(1000)}}, "losses").axes
-    (line,) = axes.get_lines()
-    assert set(line.get_ydata()) == {2.0} and len(line.get_xdata()) == 200  # type: ignore[arg-type]
-
-
-def test_every_space_is_named_with_its_widths() -> None:
-    rows = [("a", 16, 8, 8.5), ("b" * 50, 64, 16, None), ("$c", 3, 3, None)]
-    (axes,) = figures.widths_per_space(rows, "widths").axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "…" + "b" * 33, "$c"]
-    assert [text.get_text() for text in axes.texts] == ["8 of 16", "16 of 64", "3 of 3"]
-    assert [bar.get_width() for bar in axes.patches[3:]] == [0.5, 0.25, 1.0]  # type: ignore[attr-defined]

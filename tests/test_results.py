@@ -58,8 +58,6 @@ def test_a_metric_is_compared_in_its_own_unit(lower: bool) -> None:
     [
         ([1.0] * 9, False),  # too few steps
         ([1.0] + [2.0] * 19, True),
-        ([1.0] + [1.05] * 19, False),
-        ([2.0] * 10 + [1.0] * 10, False),
         ([0.5, 0.6, 3.0, 2.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5], False),
         ([-2.0] * 10 + [-1.0] * 10, True),
     ],

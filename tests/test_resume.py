@@ -34,7 +34,6 @@ def build(num_classes, width=6):
 """
 COMMON = ("--model", "killed_net:build", "--data", "digits", "--batch", "80", "--save-steps", "10", "--quiet")
 PRUNE = ("prune", *COMMON, "--search-epochs", "2", "--epochs", "1", "--baselines")
-EPOCH = 17  # steps; the search has two epochs, the first of them warm-up, and each training has one
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json")
 
 Moment = tuple[str, str, int]  # before the n-th call of this function, of those that have this text in what they get

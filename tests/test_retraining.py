@@ -57,15 +57,6 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
     assert not same(tensors(found)[:1], tensors(alone)[:1])
 
 
-def test_fine_tuning_keeps_the_weights_and_scratch_does_not() -> None:
-    model, graph = traced()
-    still = TrainConfig(epochs=1, lr=1e-20, warmup_lr=0, reference_batch=None, weight_decay=0)
-    for kind in (Retrain.FINETUNE, Retrain.SCRATCH):
-        (net,) = train_all(model, graph, {DMCP: graph.full}, Noise(), Retraining(still, kind)).values()
-        kept = all(torch.allclose(mine, old) for mine, old in zip(net.parameters(), model.parameters(), strict=True))
-        assert kept == (kind is Retrain.FINETUNE)
-
-
 def test_a_training_that_diverges_is_warned_of() -> None:
     model, graph = traced()
     wild = TrainConfig(epochs=6, lr=30.0, warmup_lr=30.0, reference_batch=None)
@@ -104,13 +95,6 @@ def test_the_unpruned_network_teaches_once_it_is_trained() -> None:
     with_baselines = prune(teacher="unpruned", baselines=True)
     assert [row.name for row in with_baselines.rows] == [UNPRUNED, UNIFORM, DMCP]
     assert same(tensors(with_baselines.model), tensors(taught.model))
-
-
-def test_a_teacher_stays_as_it_was() -> None:
-    model, _ = traced()
-    before = tensors(model)
-    prune(teacher=model)
-    assert same(before, tensors(model)) and all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_the_teacher_is_a_row_if_its_costs_are_known() -> None:

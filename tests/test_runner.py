@@ -101,9 +101,7 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
         {"methods": ()},
         {"methods": ("uniform", "mine:uniform")},
         {"settings": {"slimming": {"sparsty": 1}}},
-        {"settings": {"sfp": {"every": 1}}},
         {"protocol": replace(TWO.protocol, scratch=False)},
-        {"protocol": replace(TWO.protocol, finetune_epochs=0)},
         {"budgets": ("50%", "0.5")},
         {"methods": ("widths:hand",), "settings": {"hand": {"x": 3}}},
         {"methods": ("widths:hand",), "settings": {"hand": {"0": 6}}},
@@ -356,12 +354,3 @@ def test_runs_that_fail_are_named(here: Path, capfd: pytest.CaptureFixture[str])
     rows = [(method, budget) for method, budget, *_ in cells(printed)[1:]]
     assert rows == [("uniform", "79%"), ("hand", "79%"), ("uniform", "50%")]
     assert "2 runs failed" in told and "mine-50%-seed0" in told and "ZeroDivisionError" in told
-
-
-@pytest.mark.parametrize(
-    "more", ["--set power=1", "--widths hand=none.json", "--widths hand=wrong.json", "--min-channels 16"]
-)
-def test_mistakes(here: Path, capfd: pytest.CaptureFixture[str], more: str) -> None:
-    (here / "wrong.json").write_text("[1]")
-    assert typed(*more.split()) == 2
-    assert capfd.readouterr().err and not (here / "table").exists()

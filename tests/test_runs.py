@@ -134,17 +134,6 @@ def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path)
         refuse_taken(tmp_path)
 
 
-def test_only_whole_lines_of_the_log_are_read(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.add("log.jsonl", {"stage": "search", "step": 0})
-    with (tmp_path / "log.jsonl").open("a") as file:
-        file.write('{"stage": "sea')  # killed here
-    assert run.records("search") == [{"step": 0}] and run.lines() == 1
-    (tmp_path / "log.jsonl").write_text("3\n")
-    with pytest.raises(FileError):
-        run.records("search")
-
-
 # the search
 
 EDITED: list[tuple[dict[str, Any], type[DmcpError]]] = [

@@ -154,12 +154,6 @@ def test_direct_sampling_ends_and_names_what_it_saw() -> None:
         assert f"{int(number) / found.budget.limits[0].target:.1%}" in str(caught.value)
 
 
-def test_chains_that_know_one_width_give_one() -> None:
-    graph, net = wide()
-    alphas = torch.full(net.alpha.shape, -60.0)
-    assert direct(result("90%", alphas, (graph, net)), n=5, tries=1_000) == [net.min_widths]
-
-
 # baselines
 
 

@@ -128,14 +128,6 @@ class Backwards(TorchDispatchMode):
 # hard gates
 
 
-def test_hard_gates_keep_the_first_channels() -> None:
-    net = dmcp.Supernet(*traced(Chain), groups=8)  # spaces of 7, 9 and 6 channels
-    gates = net.hard({"conv1": 3, "conv3": 1})
-    assert gates.dtype == torch.bool and torch.equal(gates, net.hard(torch.tensor([3, 9, 1])))
-    assert gates.tolist() == [True] * 3 + [False] * 4 + [True] * 10 + [False] * 5
-    assert dict(net.min_widths) == {"conv1": 1, "conv2": 1, "conv3": 1}
-
-
 def test_short_chains_are_padded() -> None:
     net = made(groups=8)
     assert net.alpha.shape == (3, 7)

@@ -116,19 +116,6 @@ def test_same_seed_same_bits_and_the_users_generator_untouched() -> None:
     assert not same(ends[0][0], ends[2][0])  # dropout
 
 
-def test_own_loss_dict_batches_and_bfloat16() -> None:
-    seen = []
-
-    def loss(output: Tensor, batch: dict[str, Any]) -> Tensor:
-        seen.append((batch["weight"], output.dtype))
-        return (output.float() - batch["mask"]).square().mean()
-
-    batches = [{"input": torch.randn(4, 1, 5, 5), "mask": torch.zeros(4, 2, 5, 5), "weight": 7}]
-    model, runtime = nn.Conv2d(1, 2, 1), Runtime(engine=Engine(precision="bfloat16"))  # type: ignore[arg-type]
-    (record,) = train(model, batches, SHORT, task=Task(loss=loss), runtime=runtime)
-    assert seen == [(7, torch.bfloat16)] and model.weight.dtype == torch.float32 and math.isfinite(record.loss)
-
-
 @pytest.mark.parametrize(("at", "back"), [(0, 0), (5, 4)])
 def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_WINDOW", 2)
@@ -162,13 +149,6 @@ def test_a_step_has_the_temperature_and_the_weight_of_its_settings() -> None:
         assert record.loss == pytest.approx(right.item(), rel=1e-4)
     assert same(before, tensors(teacher)) and teacher.training
     assert all(parameter.grad is None for parameter in teacher.parameters())
-
-
-def test_a_network_is_not_its_own_teacher() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    for teacher in (model, nn.Sequential(model)):
-        with pytest.raises(TrainingError, match="in common"):
-            train(model, some_batches(1), SHORT, teacher=teacher)
 
 
 # optimizers of one's own
