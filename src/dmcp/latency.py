@@ -372,7 +372,7 @@ def open_sessions(nets: Iterator[nn.Module], example: Any, threads: int) -> list
     for net in nets:
         with tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
             path = Path(folder) / "net.onnx"
-            with exporting.silence():  # with a free batch size it would compute shapes in each pass
+            with exporting.silence():  # the batch size is fixed: a free one costs time
                 torch.onnx.export(_Flat(net, example).eval(), tuple(tensors_in(example)), path, dynamo=False)
             calls.append(functools.partial(exporting.open_file(path, threads).run, example))
     return calls
@@ -433,7 +433,7 @@ class Outcome:
 
 
 def choose(found: SearchResult, model: nn.Module, clock: Clock | None) -> tuple[SearchResult, Widths, Outcome]:
-    """Expected widths whose network, cut and measured, is inside the latency limit; the search with the limit used.
+    """Expected widths whose network, cut and measured, is inside the latency limit; the search has the limit used.
 
     Where the network is too slow, the limit is lowered by as much, and widths are chosen again from the same alphas.
     """

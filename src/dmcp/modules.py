@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dmcp.errors import DmcpError, FileError, TraceError, TrainingError
+from dmcp.errors import DmcpError, FileError, TraceError
 
 Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
 
@@ -27,30 +27,11 @@ def check_kind(name: str, value: object, kind: type, error: type[DmcpError]) -> 
         raise error(f"{name} must be a dmcp.{kind.__name__}, not a {type(value).__name__}.")
 
 
-def check_kinds(given: Mapping[str, tuple[object, type]]) -> None:
-    """Refuse arguments of another class; None is left out."""
-    for name, (value, kind) in given.items():
-        if value is not None:
-            check_kind(name, value, kind, TrainingError)
-
-
 def check_module(model: object) -> None:
     """Refuse what is no network."""
     if not isinstance(model, nn.Module):
         name = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TraceError(f"A torch.nn.Module is needed, not {name}.")
-
-
-def check_function(name: str, value: object, like: str = "see docs/api.md") -> None:
-    """Refuse what cannot be called; None is left out."""
-    if value is not None and not callable(value):
-        raise TrainingError(f"{name} must be a function, not a {type(value).__name__}: {like}.")
-
-
-def check_generator(value: object, error: type[DmcpError]) -> None:
-    """Refuse a seed in the place of a generator; None is left out."""
-    if value is not None and not isinstance(value, torch.Generator):
-        raise error(f"generator must be a torch.Generator, not {value!r}: torch.Generator().manual_seed(0).")
 
 
 def path_of(who: str, path: object, what: str = "file") -> Path:

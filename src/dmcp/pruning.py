@@ -121,9 +121,9 @@ def prune(
     teacher: a trained network with the same classes, of any architecture, that all networks learn from besides the
         labels. "unpruned": the unpruned network, which is trained first. "auto": the model itself if it is trained,
         else "unpruned"; with a loss of your own, nobody.
-    baselines: also train the unpruned network and uniform widths at the same budget, in the same way. Or the names of
-        rows: "unpruned", "uniform", and "original", the model as it is, which is one without being named if it is
-        trained and no names are given. A fine-tuned model also has a row right after the cut.
+    baselines: True also trains the unpruned network and uniform widths at the same budget, in the same way. Or a list
+        of "unpruned", "uniform" and "original", the model as given. Without a list a trained model is a row, too, and
+        so is its pruned network right after the cut.
     graph: what trace gave, if its own settings are not enough.
     latency: for budgets like "8ms": a table, see `measure_latency`, or a function that gets a network and returns its
         milliseconds. Without one prune measures first, with a batch of 1 where the model is.
@@ -339,7 +339,7 @@ class _Work:
         return found, chosen
 
     def choose(self, trained: bool) -> tuple[dict[str, nn.Module], dict[str, _Chosen]]:
-        """What a method that does not search chooses; it ranks trained weights, which a fresh network gets first."""
+        """What a method without a search chooses. If it ranks trained weights, a fresh network is trained first."""
         nets, source = dict[str, nn.Module](), unwrap(self.model)
         if find_method(self.method).trained and not trained:
             if self.how.kind is Retrain.NONE:
@@ -369,7 +369,7 @@ class _Work:
     def train(
         self, chosen: Mapping[str, _Chosen], nets: dict[str, nn.Module]
     ) -> tuple[dict[str, nn.Module], dict[str, Widths]]:
-        """The networks of all budgets and the baselines besides those that there are, trained; widths by rows."""
+        """Train the pruned network of each budget and the baselines not in `nets`: networks and widths, by row."""
         graph, config, how = self.graph, self.config, self.how
         source, (low, high) = next(iter(chosen.values())).source, reachable(graph, config)
         if how.teacher == UNPRUNED and nets:

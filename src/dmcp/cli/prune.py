@@ -50,7 +50,7 @@ _STEPS = 4  # of each kind that a forecast measures
 
 
 def prune(config: RunConfig, request: Request) -> None:
-    """dmcp prune, and dmcp search, which trains nothing."""
+    """dmcp prune, and dmcp search, which stops after the cut."""
     pruning.check_method(config.method)
     with session.session(config, request, lambda job: _checked(job, request.resume)) as here:
         job, config = here.job, here.job.config
@@ -164,10 +164,10 @@ def run_side_by_side(
     quiet: bool = False,
     total: int = 0,
 ) -> dict[str, str]:
-    """Run commands, in the order given as far as each may start; how those ended that failed, by name.
+    """Run commands in order, each once those in `after` are done; why commands failed, by name.
 
     A signal is passed on to all children, and ends us when they have ended. at_once: on a CPU never more than it has
-    cores. Their stderr is shown line by line; all output is kept in the folder. total: with those done before.
+    cores. Their stderr is shown line by line; all output is kept in the folder. total: commands in all, with earlier ones.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cores = _cores()

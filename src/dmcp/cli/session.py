@@ -332,7 +332,7 @@ class Session:
 def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = lambda job: job) -> Iterator[Session]:
     """Meet the other ranks, open model and data, take the run folder.
 
-    check: may refuse before anything is written, and gives the job back, or that with a table of latency.
+    check: called before anything is written; it may raise, and returns the job, perhaps with a latency table.
     """
     resume, folder = bool(request.resume), run_folder(config, request)
     if config.track:
@@ -397,8 +397,8 @@ def run_folder(config: RunConfig, request: Request) -> Path:
 def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     """Open network and data, and say what a person may not know about them.
 
-    Refused are a network that is no classifier of these images or not finite, and broken test images. Files and notes
-    are left to the command that has started this one, if there is one.
+    Refused are a network that is no classifier of these images or not finite, and broken test images. A child process
+    does not look at the files and says nothing: its parent did.
     """
     job = open_job(config, typed)
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))

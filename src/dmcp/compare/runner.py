@@ -57,7 +57,7 @@ _MAX_BYTES = 2**34  # of a prepared network
 class Protocol:
     """What is the same for all runs of a table."""
 
-    config: RunConfig  # network, data, bounds of the widths and the final training, which what methods train follows
+    config: RunConfig  # network, data, bounds of the widths, and the recipe of all trainings
     facts: Mapping[str, Any]  # what tells network and data from others of the same names
     holdout: float = 0.1  # share of the training images that methods choose by; in the final training they are back
     finetune_epochs: int = 0  # of methods that fine-tune gently; 0: no method is fine-tuned
@@ -93,7 +93,7 @@ def config_of(method: str, settings: Mapping[str, Any]) -> Any:
 
 
 def problem_of(config: RunConfig, job: Job, budget: str, **more: Any) -> Problem:
-    """What methods get; without a budget it is the widest network."""
+    """What methods get; an empty budget allows the widest network."""
     graph, bounds = job.graph, config.search
     assert bounds is not None
     net, high = Supernet(job.model, graph, bounds.groups, bounds.align), None

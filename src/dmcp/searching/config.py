@@ -17,8 +17,6 @@ from dmcp.settings import Bound
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import ChannelSpace, Widths
 
-BOUNDS = ("min_channels", "max_channels")
-
 
 def bounds(
     graph: ChannelGraph, min_channels: Bound, max_channels: Bound, align: int | None = 1

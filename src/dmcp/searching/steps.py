@@ -172,7 +172,7 @@ def _add_back(before: Tensor | None, found: Sequence[Tensor | None], h: Tensor |
         return gradient if before is None else before + gradient
     total = torch.zeros_like(h) if before is None else before
     if not any(total.is_contiguous(memory_format=it) for it in (torch.contiguous_format, torch.channels_last)):
-        total = total.contiguous()  # of a sum, autograd gives one number for many places
+        total = total.contiguous()  # the gradient of a sum is an expanded view
     total[:, : gradient.shape[1]] += gradient
     return total
 

@@ -1,4 +1,8 @@
-"""The channel rules: how the dims of an op's outputs follow from those of its inputs; RULES is the table."""
+"""The channel rules: how the dims of an op's outputs follow from those of its inputs; RULES is the table.
+
+To add one, write rule(call), which returns the layouts of the outputs (`Call` is in coupling.py), and list its op in
+_OTHERS. docs/how-it-works.md has an example.
+"""
 
 from __future__ import annotations
 
