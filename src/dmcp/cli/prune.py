@@ -167,7 +167,7 @@ def run_side_by_side(
     """Run commands in order, each once those in `after` are done; why commands failed, by name.
 
     A signal is passed on to all children, and ends us when they have ended. at_once: on a CPU never more than it has
-    cores. Their stderr is shown line by line; all output is kept in the folder. total: commands in all, with earlier ones.
+    cores. Their stderr is shown line by line; all output is kept in the folder. total: commands in all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cores = _cores()
