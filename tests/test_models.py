@@ -48,6 +48,7 @@ def test_costs_and_outputs(name: str) -> None:
 
 def test_other_libraries_and_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_net", raising=False)  # of another test
     (tmp_path / "own_net.py").write_text("from torch import nn\n\nclass Outer:\n    net = nn.Flatten\n    number = 3\n")
     assert isinstance(build("own_net:Outer.net"), nn.Flatten)
     assert build("resnet18", num_classes=3).fc.out_features == 3 and sample_shape(build("resnet18")) == (3, 224, 224)
