@@ -27,6 +27,11 @@ from dmcp.modules import call_model, rebatch, tensors_in
 Kept = Sequence[int]  # indices of the channels that stay
 
 
+def holds(budget: dmcp.Budget, graph: dmcp.ChannelGraph, widths: Mapping[str, int]) -> bool:
+    """Whether widths are inside every limit."""
+    return all(graph.cost(limit.kind, widths) <= limit.target for limit in budget.limits)
+
+
 def keep(k: int, after: int = 0) -> list[int]:
     """The first k channels, counted from an offset."""
     return list(range(after, after + k))

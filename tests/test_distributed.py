@@ -26,7 +26,7 @@ import dmcp
 from dmcp.checkpoint import load_checkpoint
 from dmcp.errors import RankError
 from dmcp.models import build
-from dmcp.runtime.distributed import EXIT_RANK_LOST, SINGLE_PROCESS, World, current, join
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, join
 from dmcp.runtime.io import LOCK
 
 NEAR = 1e-5
@@ -255,7 +255,7 @@ def interrupt(folder: Path, run: Path, asked: list[str], lost: int, ready: Calla
             assert time.monotonic() < deadline and ends(processes, 0) == [None, None], told(folder, 0)
             time.sleep(0.01)
         os.kill(processes[lost].pid or 0, signal.SIGKILL)
-        assert ends(processes[1 - lost : 2 - lost], MINUTE) == [EXIT_RANK_LOST], told(folder, 1 - lost)
+        assert ends(processes[1 - lost : 2 - lost], MINUTE) == [75], told(folder, 1 - lost)
         assert processes[lost].exitcode == -signal.SIGKILL
     assert f"Rank {1 - lost} of 2 lost the others" in told(folder, 1 - lost)
     assert not (run / "report.md").exists()

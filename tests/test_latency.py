@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import Residual, sample
+from nets import Residual, holds, sample
 from test_cli import Capture, run
 from test_exporting import PACKAGES, needs_onnx
 from test_pruning import SEARCH, TRAIN, Noise
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import dmcp
 from dmcp import latency as timing
 from dmcp import pruning
-from dmcp.budget import check_reachable, costs, holds, parse
+from dmcp.budget import check_reachable, costs, parse
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.latency import Latency
 from dmcp.markov import CHAIN

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from nets import NETS, Depthwise, SqueezeExcite, randomise, sample
+from nets import NETS, Depthwise, SqueezeExcite, holds, randomise, sample
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp.budget import holds, parse, spent_shares
+from dmcp.budget import parse, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, Process, bounded, sample_groups
 from dmcp.models import build, sample_shape

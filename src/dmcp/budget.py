@@ -151,11 +151,6 @@ def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:
     return {kind: graph.cost(kind, widths) for kind in KINDS if kind != LATENCY or LATENCY in graph.extra}
 
 
-def holds(budget: Budget, graph: ChannelGraph, widths: Mapping[str, int]) -> bool:
-    """True if widths are inside every limit."""
-    return all(graph.cost(limit.kind, widths) <= limit.target for limit in budget.limits)
-
-
 def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
     """Cost / target of many widths, exactly on the right side of 1. (N, S) int64 -> (N, L) float64"""
     return torch.stack([graph.cost(it.kind, widths).double() / it.target for it in budget.limits], dim=1)

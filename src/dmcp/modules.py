@@ -16,15 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dmcp.errors import DmcpError, FileError, TraceError
+from dmcp.errors import FileError, TraceError
 
 Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
-
-
-def check_kind(name: str, value: object, kind: type, error: type[DmcpError]) -> None:
-    """Refuse an argument of another class."""
-    if not isinstance(value, kind):
-        raise error(f"{name} must be a dmcp.{kind.__name__}, not a {type(value).__name__}.")
 
 
 def check_module(model: object) -> None:

@@ -15,9 +15,6 @@ from torch._utils import _unflatten_dense_tensors
 
 from dmcp.errors import RankError
 
-EXIT_RANK_LOST = 75
-"""Exit code of a process that has lost another rank: a temporary failure, in the words of sysexits.h."""
-
 
 @dataclass(frozen=True)
 class World:

@@ -56,17 +56,6 @@ def is_locked(folder: Path) -> bool:
         return isinstance(error, Timeout)
 
 
-def alive(pid: int) -> bool:
-    """Whether this process of this machine still runs."""
-    try:
-        os.kill(pid, 0)
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text(errors="replace")  # a zombie does not
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user, or there is no /proc
-        return True
-
-
 # reading
 
 
