@@ -14,7 +14,7 @@ from typed import command
 from dmcp.data.datasets import DataSets, FolderSet, check_data, load, no_images, preprocessing
 
 Capture = pytest.CaptureFixture[str]
-NETWORK = ("--model", "my_small_net:build", "--data", "photos", "--batch", "4", "--device", "cpu", "--workers", "0")
+NETWORK = ("--model", "my_small_net:build", "--data", "photos", "--batch", "4", "--device", "cpu")
 SMALL = (*NETWORK, "--input", "3x32x32")
 TRAIN = ("train", *SMALL, "--epochs", "1", "--quiet", "--json")
 NET = """
@@ -116,7 +116,7 @@ def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> N
     assert "2 training and 1 test image could not be read" in (here / "one" / "report.md").read_text()
     listed = json.loads((here / "one" / "replaced.json").read_text())
     assert listed["test"] == ["photos/val/dog/3.png"] and len(listed["train"]) == 2
-    code, out, err = run(capsys, "evaluate", "one", "--corrupt", "skip", "--workers", "0", "--device", "cpu", "--json")
+    code, out, err = run(capsys, "evaluate", "one", "--corrupt", "skip", "--device", "cpu", "--json")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 0, "test": 1}, err
     for name in ("train/cat/1", "train/dog/2"):
         shutil.copy(photos / "train" / "cat" / "0.png", photos / f"{name}.png")

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dmcp.data import datasets
-from dmcp.data.datasets import ArraySet, Augmentation, DataSets, decode, load, preprocessing, split, transform
+from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split
+from dmcp.data.images import (
+    DRAWS,
+    Pixels,
+    crop_here,
+    crop_there,
+    random_boxes,
+    random_numbers,
+    read_jpeg,
+    read_pixels,
+    scale,
+)
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
 
@@ -45,7 +57,7 @@ def write_photos(
 
 
 def as_loaded(sets: DataSets) -> torch.Tensor:
-    return torch.cat([images for images, _ in make_loader(sets.test, 5, train=False, workers=0)])
+    return torch.cat([images for images, _ in make_loader(sets.test, 5, train=False)])
 
 
 # arrays
@@ -207,28 +219,55 @@ def test_images_are_prepared_as_stated(size: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(found, as_loaded(arrays), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("size", "train"), [(16, True), (224, False)])
-def test_squares_are_what_torchvision_makes_of_them(size: int, train: bool) -> None:
-    crop = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()]
-    crop = crop if train else [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)]
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    usual = v2.Compose([*crop, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
-    for height, width in ((20, 24), (33, 11), (18, 18), (256, 300), (341, 256)):
-        image = Image.fromarray(np.random.randint(0, 256, (height, width, 3), dtype=np.uint8))
-        found = []
-        for steps in (usual, transform((size, size), train)):
-            torch.manual_seed(3)
-            found.append(steps(image))
-        assert torch.equal(*found)
+@pytest.mark.parametrize("size", [(16, 16), (64, 48), (224, 224)])
+def test_training_images_are_what_torchvision_makes_of_them(size: tuple[int, int]) -> None:
+    """On the same boxes to the bit, in the way of a GPU but for rounding; and boxes of the same law."""
+    sizes = np.array([(20, 24), (33, 11), (18, 18), (256, 300), (341, 256), (7, 61), (1, 1)])
+    pictures = [np.random.randint(0, 256, (*own, 3), dtype=np.uint8) for own in sizes]
+    boxes = random_boxes(sizes, size, random_numbers(3, np.arange(7), DRAWS))
+    wanted = []
+    for image, (_, _, low, high), flip in zip(pictures, boxes.axes.transpose(0, 2, 1), boxes.flips, strict=True):
+        box = [int(it) for it in (*low, *(high - low))]
+        crop = v2.functional.resized_crop(Image.fromarray(image), *box, list(size), antialias=True)
+        wanted.append(np.asarray(crop)[:, :: -1 if flip else 1])
+    found = map(partial(crop_here, size=size), pictures, boxes.axes, boxes.flips)
+    assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)) and 0 < boxes.flips.sum() < 7
+    planar = np.arange(7) % 2 == 0
+    flats = [it.transpose(2, 0, 1).ravel() if flat else it.ravel() for it, flat in zip(pictures, planar, strict=True)]
+    starts = np.cumsum([0, *map(len, flats)])[:-1]
+    pixels = Pixels(torch.from_numpy(np.concatenate(flats)), starts, sizes, planar)
+    images, labels = crop_there(pixels, boxes, np.arange(7), size)
+    mean, std = scale(torch.device("cpu"))
+    levels = (images * std + mean).permute(0, 2, 3, 1) - torch.from_numpy(np.stack(wanted))
+    assert levels.abs().max() < 1.01 and levels.abs().mean() < 0.4 and labels.tolist() == [*range(7)]
+
+    usual = v2.RandomResizedCrop(size, ratio=(3 / 4 * size[1] / size[0], 4 / 3 * size[1] / size[0]))
+    for own in ((100, 140), (40, 200)):  # also where most tries do not fit
+        drawn = [usual.make_params([torch.zeros(1, *own)]) for _ in range(4000)]
+        known = np.array([[it[key] for key in ("top", "left", "height", "width")] for it in drawn])
+        numbers = random_numbers(5, np.arange(4000), DRAWS)
+        _, _, low, high = random_boxes(np.tile(own, (4000, 1)), size, numbers).axes.transpose(2, 0, 1)
+        quantiles = [np.quantile(it, (0.1, 0.3, 0.5, 0.7, 0.9), axis=0) for it in (known, np.hstack([low, high - low]))]
+        np.testing.assert_allclose(*quantiles, atol=0.03 * max(own))
 
 
-def test_crops_of_any_shape_are_stretched_as_much_as_squares() -> None:
-    """In training by up to 3 : 4, seen from a gradient of brightness."""
-    rows, columns = np.mgrid[:120, :200]
-    image = Image.fromarray(np.repeat((rows + columns)[..., None] / 2, 3, axis=2).astype(np.uint8))
-    cut = transform((64, 48), True)
-    ratios = [abs(float(it.diff(dim=0).mean() / it.diff(dim=1).mean())) for it in (cut(image)[0] for _ in range(50))]
-    assert 0.7 < min(ratios) < 0.9 < 1.1 < max(ratios) < 1.4
+def test_jpegs_have_the_pixels_that_pil_sees(tmp_path: Path) -> None:
+    """Also those in grey, CMYK and RGB, and with bytes behind their end, which torchvision is not asked for."""
+    noise = Image.fromarray(np.random.randint(0, 256, (40, 30, 3), dtype=np.uint8))
+    kinds: dict[str, dict[str, Any]] = {
+        "RGB": {},
+        "L": {},
+        "CMYK": {},
+        "progressive": {},
+        "keep_rgb": {"keep_rgb": True},
+    }
+    for kind, how in kinds.items():
+        image = noise.convert(kind) if len(kind) < 5 else noise
+        image.save(tmp_path / f"{kind}.jpg", progressive=kind == "progressive", **how)
+    (tmp_path / "longer.jpg").write_bytes((tmp_path / "RGB.jpg").read_bytes() + b"more")
+    for file in tmp_path.iterdir():
+        assert (read_jpeg(str(file)) is not None) == (file.stem in ("RGB", "L", "progressive"))
+        np.testing.assert_array_equal(read_pixels(str(file)), np.asarray(Image.open(file).convert("RGB")))
 
 
 def test_of_16_bits_the_upper_8_are_read_and_32_are_refused(tmp_path: Path) -> None:
@@ -254,4 +293,4 @@ def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     for name in ("eps.png", "pipe.png"):
         with pytest.raises(DataError):
-            decode(str(tmp_path / name))
+            read_pixels(str(tmp_path / name))

@@ -56,9 +56,9 @@ MISTAKES = {
     """,
     "DataError": """
         prune --model digits:resnet --data digit
-        prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --dry-run
+        prune --model cifar:resnet20 --data broken-photos FILES --dry-run
         compare --model cifar:resnet20 --data broken-photos FILES
-        prune --model cifar:resnet20 --data broken-photos FILES --workers 0 --seeds 2
+        prune --model cifar:resnet20 --data broken-photos FILES --seeds 2
         prune --model resnet18 --data photos --input 1x32x32
         prune --model resnet18 --data digits
         prune --model mytable_net:fixed --data photos

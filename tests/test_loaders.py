@@ -1,11 +1,10 @@
-"""Batches are a function of (seed, epoch, index), for any workers, ranks and start; files and workers that fail."""
+"""Batches are a function of (seed, epoch, index), for any threads, ranks and start; files that fail; the cache."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ import torch
 from PIL import Image
 from test_datasets import write_photos
 from torch import Tensor
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dmcp.batches import batches_from, generator
+from dmcp.data import images
 from dmcp.data.datasets import ArraySet, Augmentation, FolderSet, load
+from dmcp.data.images import Store
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import World
@@ -37,6 +37,16 @@ def photos(root: Path, count: int = 4) -> FolderSet:
     part = load(write_photos(root / "pets", count=count, classes=("cat", "dog", "eel")), size=8).train
     assert isinstance(part, FolderSet)
     return part
+
+
+@pytest.fixture(params=["memory", "gpu", "stream"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Decoded images in memory, such on the device (here the CPU, in the way of a GPU), and files read in each pass."""
+    if request.param == "gpu":
+        monkeypatch.setattr(Store, "on", lambda store, _: store.flat)
+    if request.param == "stream":
+        monkeypatch.setattr("dmcp.data.images.SHARE", 0.0)
+    return str(request.param)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -79,6 +89,7 @@ def test_batches_of_arrays_are_bit_for_bit_what_the_draws_say(
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(("size", "count"), [(10, 3), (5, 5)])
@@ -86,8 +97,8 @@ def test_ranks_share_the_batches_of_one_process(
     files: bool, size: int, count: int, train: bool, tmp_path: Path
 ) -> None:
     part = photos(tmp_path) if files else numbered(41)  # the last test batch of arrays is one image
-    alone = make_loader(part, size, train, seed=1, workers=0)
-    shares = [make_loader(part, size, train, seed=1, workers=0, world=World(rank, count)) for rank in range(count)]
+    alone = make_loader(part, size, train, seed=1)
+    shares = [make_loader(part, size, train, seed=1, world=World(rank, count)) for rank in range(count)]
     assert {len(loader) for loader in shares} == {len(alone)}
     passes = [list(batches_from(loader, 2)) for loader in shares]
     joined = [tuple(torch.cat(parts) for parts in zip(*batches, strict=True)) for batches in zip(*passes, strict=True)]
@@ -101,34 +112,38 @@ def test_ranks_share_the_batches_of_one_process(
 # image files
 
 
+@pytest.mark.usefixtures("kind")
 def test_batches_of_files_are_a_function_of_seed_epoch_and_index(tmp_path: Path) -> None:
     part, before = photos(tmp_path), torch.get_rng_state()
 
-    def images(size: int, epoch: int, workers: int = 0) -> list[Tensor]:
+    def crops(size: int, epoch: int, workers: int = 2) -> list[Tensor]:
         loader = make_loader(part, size, train=True, seed=1, workers=workers)
         return [image for batch, _ in batches_from(loader, epoch) for image in batch]
 
-    first = images(4, 2)
+    first = crops(4, 2)
     assert first[0].shape == (3, 8, 8) and first[0].dtype == torch.float32
-    for others in (images(6, 2), images(4, 2, workers=1)):
+    for others in (crops(6, 2), crops(4, 2, workers=1)):
         assert all(torch.equal(a, b) for a, b in zip(first, others, strict=True))
-    assert not any(torch.equal(a, b) for a, b in itertools.product(first, images(4, 3)))
+    assert not any(torch.equal(a, b) for a, b in itertools.product(first, crops(4, 3)))
     assert torch.equal(before, torch.get_rng_state())
-    test = list(make_loader(part, 5, train=False, workers=0))
+    test = list(make_loader(part, 5, train=False))
     assert torch.equal(torch.cat([labels for _, labels in test]), part.labels)
+    some = torch.tensor([7, 2, 9])  # of the same store
+    found = torch.cat([images for images, _ in make_loader(part.subset(some), 2, train=False)])
+    assert torch.equal(found, torch.cat([images for images, _ in test])[some])
 
 
-def test_an_epoch_is_entered_without_reading_what_is_skipped(tmp_path: Path) -> None:
+def test_an_epoch_is_entered_without_reading_what_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmcp.data.images.SHARE", 0.0)
     part = photos(tmp_path)
-    whole = list(batches_from(make_loader(part, 3, train=True, seed=1, workers=0), 1))
+    whole = list(batches_from(make_loader(part, 3, train=True, seed=1), 1))
     for index in torch.randperm(12, generator=generator(1, 1)).tolist()[:6]:
         Path(part.paths[index]).unlink()
-    for workers in (0, 1):
-        loader = make_loader(part, 3, train=True, seed=1, workers=workers)
-        assert same(batches_from(loader, 1, 2), whole[2:])
-        with pytest.raises(DataError, match="No such file"):
-            next(batches_from(loader, 1, 1))
-        assert same(batches_from(loader, 1, 3), whole[3:]) and not list(batches_from(loader, 1, 4))
+    loader = make_loader(part, 3, train=True, seed=1)
+    assert same(batches_from(loader, 1, 2), whole[2:])
+    with pytest.raises(DataError, match="No such file"):
+        next(batches_from(loader, 1, 1))
+    assert same(batches_from(loader, 1, 3), whole[3:]) and not list(batches_from(loader, 1, 4))
 
 
 def truncate(path: Path) -> None:
@@ -143,26 +158,27 @@ CORRUPT: list[Callable[[Path], Any]] = [
 ]
 
 
-def test_a_broken_image_is_named(tmp_path: Path) -> None:
+def test_a_broken_image_is_named(kind: str, tmp_path: Path) -> None:
     part = photos(tmp_path)
     for spoil in CORRUPT:
         spoil(Path(part.paths[5]))
-        batches = iter(make_loader(part, 4, train=False, workers=1))
-        next(batches)
-        # one line, also from a worker; and no name for the error, which would keep the workers until they time out
+        loader = make_loader(part, 4, train=False)
+        if kind == "stream":  # else all are read before the first batch
+            next(iter(loader))
         with pytest.raises(DataError, match=r"\A.*dog.1\.png cannot be read as an image \(.*\): repair it.*\Z"):
-            next(batches)
+            list(loader)
 
 
+@pytest.mark.usefixtures("kind")
 def test_broken_images_are_replaced_by_the_next_in_the_order(tmp_path: Path) -> None:
     part = photos(tmp_path)
     order = torch.randperm(12, generator=generator(1, 2)).tolist()
-    sound = list(batches_from(make_loader(part, 4, train=True, seed=1, workers=0), 2))
+    sound = list(batches_from(make_loader(part, 4, train=True, seed=1), 2))
     labels = torch.cat([labels for _, labels in sound]).tolist()
     places = (2, 5, 6, 11)  # alone, two in a row over two batches of two ranks, and the last
     for place, spoil in zip(places, itertools.cycle(CORRUPT)):
         spoil(Path(part.paths[order[place]]))
-    loader = make_loader(part, 4, train=True, seed=1, workers=0, corrupt="skip")
+    loader = make_loader(part, 4, train=True, seed=1, corrupt="skip")
     batches = list(batches_from(loader, 2))
     assert loader.skipped == {part.paths[order[place]] for place in places}
     replaced = dict(zip(places, (3, 7, 7, 0), strict=True))
@@ -171,47 +187,62 @@ def test_broken_images_are_replaced_by_the_next_in_the_order(tmp_path: Path) -> 
         assert torch.cat([y for _, y in batches])[place] == labels[replaced.get(place, place)]
         assert torch.equal(made[place], before[place]) == (place not in places)
         assert place not in places or not torch.equal(made[place], made[replaced[place]])  # another crop
-    shares = [make_loader(part, 4, True, 1, world=World(rank, 2), workers=0, corrupt="skip") for rank in range(2)]
+    shares = [make_loader(part, 4, True, 1, world=World(rank, 2), corrupt="skip") for rank in range(2)]
     passes = [list(batches_from(share, 2)) for share in shares]
     joined = [tuple(torch.cat(parts) for parts in zip(*found, strict=True)) for found in zip(*passes, strict=True)]
     assert same(joined, batches) and shares[0].skipped | shares[1].skipped == loader.skipped
 
 
+@pytest.mark.usefixtures("kind")
 def test_skipping_ends_where_the_data_is_gone(tmp_path: Path) -> None:
     part = photos(tmp_path)
     Path(part.paths[0]).unlink()
-    loader = make_loader(part, 4, train=False, workers=0, corrupt="skip")
+    loader = make_loader(part, 4, train=False, corrupt="skip")
     assert len(list(loader)) == 3 and loader.skipped == {part.paths[0]}
     for path in part.paths[1:]:
         Path(path).write_bytes(b"")
     with pytest.raises(DataError, match=r"12 images in a row"):
-        list(loader)
+        list(make_loader(part, 4, train=False, corrupt="skip"))
 
 
-# workers
+def test_the_cache_is_whole_and_of_these_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that changed, came or went, half a cache, no room and no right to write, an end in the midst."""
+    cache, root, decoded = tmp_path / "cache", tmp_path / "pets", list[str]()
+    monkeypatch.setattr("dmcp.data.images.CACHE", cache)
+    real = images.read_pixels
+    monkeypatch.setattr(images, "read_pixels", lambda path: decoded.append(path) or real(path))
 
+    def labels() -> int:
+        """How many files were decoded for a pass; its batches are those of files that are read anew."""
+        decoded.clear()
+        part = load(root, size=8).train
+        found, count = list(make_loader(part, 1, train=False)), len(decoded)
+        with monkeypatch.context() as patch:
+            patch.setattr(images, "SHARE", 0.0)
+            assert same(found, make_loader(part, 1, train=False))
+        return count
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_workers_that_a_stop_of_the_whole_command_ends_are_replaced(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm and others send SIGTERM to all processes; Ctrl-C ends those that were not forked. The run must save."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch looks every 5 s
-    part = photos(tmp_path, count=8)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        loader = make_loader(part, 2, train=True, workers=2)
-        batches = iter(loader)
-        received = [next(batches)]
-        for worker in loader.files._iterator._workers:
-            # again, if it came where Python drops a KeyboardInterrupt, as in a finalizer
-            while os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                os.kill(worker.pid, number)
-                time.sleep(0.2)
-        received.extend(batches)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert same(received, make_loader(part, 2, train=True, workers=0))
+    photos(tmp_path)
+    assert (labels(), labels()) == (12, 0)
+    file = next(cache.glob("*.images"))
+    for change in (
+        lambda: Image.new("RGB", (9, 9)).save(root / "train" / "cat" / "0.png"),
+        lambda: (root / "train" / "cat" / "1.png").unlink(),
+        lambda: Image.new("RGB", (9, 9)).save(root / "train" / "dog" / "9.jpg"),
+        lambda: file.write_bytes(file.read_bytes()[:-1]),
+        lambda: file.unlink(),
+    ):
+        change()
+        assert labels() >= 11 and labels() == 0 and [it.name for it in cache.glob("*.images")] == [file.name]
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    file.unlink()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="cannot be kept there"):
+            assert labels() == 12
+    monkeypatch.setattr("dmcp.data.images.CACHE", Path(os.devnull) / "cache")
+    with pytest.warns(UserWarning, match="cannot be kept there"):
+        assert labels() == 12
+    assert {it.suffix for it in cache.iterdir()} <= {".lock"}
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(0, 1), (64, 1), (2, 3)])

@@ -490,7 +490,7 @@ def folder_batches(train: bool, seed: int) -> Any:
             Image.fromarray(pixels).save(file)
         data = place("load_data")(path, size=32)
         chosen = data.train if train else data.test
-        return batches(call(place("make_loader"), chosen, batch_size=4, train=train, seed=seed, workers=0))
+        return batches(call(place("make_loader"), chosen, batch_size=4, train=train, seed=seed))
 
 
 def sampled(name: str, budget: str) -> Any:

@@ -154,8 +154,8 @@ def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
 
 
 def usual_workers() -> int:
-    """Processes or threads that read files: as many as there are cores, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """Threads that read files: as many as there are cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def mix(*numbers: int) -> int:

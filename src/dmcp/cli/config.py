@@ -58,7 +58,7 @@ class RunConfig:
     search_images: int = setting(0, "Images in each pass of the search, instead of all.", 0)
     batch: int = setting(128, "Images in a batch, over all processes; learning rates are scaled with it.")
     train_batch: int = setting(0, "Images in a batch of the retraining; default: as in the search.")
-    workers: int | None = setting(None, "Processes that read image files; default: the cores, up to 8.", 0, 1024)
+    workers: int | None = setting(None, "Threads that read image files; default: as many as there are cores.", 1, 1024)
     corrupt: Corrupt = setting(Corrupt.STOP, "Image files that cannot be read: stop, or skip them and say which.")
     device: str = setting("", "cpu or cuda; default: a GPU if there is one.")
     seed: int = setting(0, "Of everything random.", 0, MAX_SEED)

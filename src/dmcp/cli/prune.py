@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dmcp import pruning
-from dmcp.batches import device_of, generator
+from dmcp.batches import device_of, generator, usual_workers
 from dmcp.budget import Budget, costs, limits_latency, show_cost
 from dmcp.cli import session
 from dmcp.cli.config import GIVEN, Request, RunConfig, make_config
@@ -170,7 +170,7 @@ def run_side_by_side(
     cores. Their stderr is shown line by line; all output is kept in the folder. total: commands in all.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cores = _cores()
+    cores = usual_workers()
     at_once = min(at_once or cores, cores) if device.type == "cpu" else at_once or _ON_A_GPU
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // at_once)), session.CHILD: "1"}
     failed, done, signals = dict[str, str](), set[str](), list[int]()
@@ -224,10 +224,6 @@ def run_side_by_side(
     if signals:
         raise KeyboardInterrupt if signals[0] == signal.SIGINT else SystemExit(128 + signals[0])
     return failed
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # several seeds

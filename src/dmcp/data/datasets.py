@@ -52,32 +52,9 @@ def decode(path: str) -> Image:
         raise DataError(f"{path} cannot be read as an image ({quote(error)}): repair it, or --corrupt skip.") from error
 
 
-def transform(size: tuple[int, int], train: bool) -> Callable[[Any], Tensor]:
-    """What is done to an image; size: height and width that the model gets."""
-    from torchvision.transforms import v2  # late: it takes seconds to import
-
-    aspect = size[1] / size[0]
-    crop = [partial(_cover, size=before_crop(size)), v2.CenterCrop(size)]
-    if train:
-        ratio = (3 / 4 * aspect, 4 / 3 * aspect)  # of the crop, so that it is stretched as much as a square would be
-        crop = [v2.RandomResizedCrop(size, ratio=ratio, antialias=True), v2.RandomHorizontalFlip()]
-    last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD), v2.ToPureTensor()]
-    return v2.Compose([*crop, *last])  # type: ignore[no-any-return]
-
-
 def before_crop(size: tuple[int, int]) -> tuple[int, int]:
     """Height and width that a test image covers before it is cropped."""
     return round(size[0] / _KEPT), round(size[1] / _KEPT)
-
-
-def _cover(image: Image, size: tuple[int, int]) -> Image:
-    """Scale an image, with its aspect ratio, to just cover a height and a width."""
-    from torchvision.transforms import v2
-
-    (height, width), (own_height, own_width) = size, (image.height, image.width)
-    wide = width * own_height >= height * own_width  # its width is what must be met
-    size = (int(width * own_height / own_width), width) if wide else (height, int(height * own_width / own_height))
-    return v2.functional.resize(image, list(size), antialias=True)  # type: ignore[no-any-return]
 
 
 _PARTS = ("train", "val")
@@ -95,6 +72,7 @@ class FolderSet:
     size: tuple[int, int]  # height and width that the model gets
     names: tuple[str, ...] = ()  # of the classes, in the order of their numbers
     root: str = ""  # folder that `train/` and `val/` are in
+    whole: tuple[str, ...] = ()  # all paths there of which these are some; empty: these
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -106,7 +84,8 @@ class FolderSet:
 
     def subset(self, indices: Tensor) -> FolderSet:
         """The files at these places."""
-        return replace(self, paths=tuple(self.paths[i] for i in indices.tolist()), labels=self.labels[indices])
+        paths, whole = tuple(self.paths[i] for i in indices.tolist()), self.whole or self.paths
+        return replace(self, paths=paths, labels=self.labels[indices], whole=whole)
 
 
 def _folder(path: Path, size: int | tuple[int, int], strict: bool) -> DataSets:

@@ -1,17 +1,38 @@
-"""Batches of a data set: arrays on the device, image files read by workers."""
+"""Batches of a data set: arrays on the device, image files from memory or as threads read them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dmcp.batches import generator, mix, share_of, usual_workers
-from dmcp.data.datasets import ArraySet, Augmentation, DataSet, FolderSet, decode, transform
+from dmcp.data.datasets import ArraySet, Augmentation, DataSet, FolderSet
+from dmcp.data.images import (
+    DRAWS,
+    Boxes,
+    Pixels,
+    Store,
+    crop_here,
+    crop_there,
+    decode_there,
+    decodes,
+    middle_boxes,
+    open_store,
+    random_boxes,
+    random_numbers,
+    read_jpeg,
+    read_pixels,
+    scale,
+)
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 from dmcp.settings import Corrupt
@@ -81,7 +102,7 @@ def make_loader(
     device: torch.device | str = "cpu",
     *,
     world: World = SINGLE_PROCESS,  # each rank gets its part of every batch: all see what one process would
-    workers: int | None = None,  # processes that decode files; None: as many as there are cores, at most 8
+    workers: int | None = None,  # threads that read files; None: as many as there are cores
     corrupt: str = "stop",  # files that cannot be decoded: "stop", or "skip", which replaces them
 ) -> ArrayLoader | FolderLoader:
     """The loader for a data set; `train` shuffles, augments, and drops an incomplete last batch."""
@@ -89,40 +110,42 @@ def make_loader(
         raise DataError(f"A batch of {batch_size} does not fit: give 1 to {len(dataset)}, and one image for each rank.")
     if isinstance(dataset, ArraySet):
         return ArrayLoader(dataset, batch_size, train, seed, torch.device(device), world)
-    files = _Files(dataset, train, seed, skip=Corrupt(corrupt) is Corrupt.SKIP)
-    workers = usual_workers() if workers is None else workers
-    return FolderLoader(files, batch_size, torch.device(device), world, workers)
+    place, skip = torch.zeros(0, device=device).device, Corrupt(corrupt) is Corrupt.SKIP
+    return FolderLoader(dataset, batch_size, train, seed, place, world, workers or usual_workers(), skip)
 
 
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
+_AHEAD = 3  # batches that are made while others are used
+_CHUNK = 16  # images that a thread reads in a row
 
 
+@dataclass(eq=False)
 class FolderLoader:
-    """Batches of image files.
+    """Batches of image files, from memory if they fit; their random numbers are a function of (seed, epoch, index).
 
     A file that cannot be read stops the pass, or, with corrupt="skip", the next one in the order of the epoch takes its
     place, and its path is in `skipped`.
     """
 
-    def __init__(self, files: _Files, batch_size: int, device: torch.device, world: World, workers: int) -> None:
-        self.dataset, self.train, self.batch_size = files.dataset, files.train, batch_size
-        self.device, self.world = device, world
-        self.skipped: set[str] = set()
-        self.epoch, self.passes = 0, 0  # the next one, and those begun so far
-        self.keys: list[tuple[int, int, int]] = []  # of the batches of a pass: workers live on and learn the epoch so
-        self.files: DataLoader[_Batch] = DataLoader(
-            files,
-            sampler=self.keys,
-            batch_size=None,  # a key stands for a whole batch
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            generator=torch.Generator(),  # else each pass draws from the global one
-            pin_memory=self.device.type == "cuda",
-        )
+    dataset: FolderSet
+    batch_size: int
+    train: bool
+    seed: int
+    device: torch.device
+    world: World
+    workers: int
+    skip: bool
+    skipped: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.labels = self.dataset.labels.numpy()
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """The order and the augmentation of the next pass are a function of (seed, epoch)."""
-        self.epoch = epoch
+        self.key, count = mix(self.seed, epoch), len(self.dataset)
+        order = torch.randperm(count, generator=generator(self.seed, epoch)) if self.train else torch.arange(count)
+        self.order = order.numpy()
 
     def __len__(self) -> int:
         count = len(self.dataset)
@@ -133,85 +156,150 @@ class FolderLoader:
 
     def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of this epoch from number `skip` on; the files of those before are not read."""
-        self.passes += 1
-        own, batches = self.passes, self._start(skip)
-        for number in range(skip, len(self)):
-            if own != self.passes:  # the workers serve the last one only
-                raise DataError("Another pass over this loader began before this one ended: make a second loader.")
-            try:
-                images, labels, unreadable, failure = next(batches)
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader worker (pid"):
-                    raise
-                # Slurm sends SIGTERM to all processes, and a terminal Ctrl-C: the step is finished and saved first
-                self.files._iterator = None
-                batches = self._start(number)
-                images, labels, unreadable, failure = next(batches)
-            self.skipped.update(unreadable)
-            if failure:
-                raise DataError(failure)
-            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-
-    def _start(self, skip: int) -> Iterator[_Batch]:
-        """The batches from number `skip` on, as workers read them."""
         shares = [share_of(it, self.batch_size, len(self.dataset), self.world) for it in range(skip, len(self))]
-        self.keys[:] = [(self.epoch, share.start, share.stop) for share in shares]
-        batches = iter(self.files)
-        # torch reports a dead worker from a signal handler too, that is anywhere in the program, such as in the midst
-        # of writing a file; without this it does so only where its batch is waited for, after some seconds
-        if getattr(batches, "_worker_pids_set", False):
-            torch._C._remove_worker_pids(id(batches))
-            batches._worker_pids_set = False  # type: ignore[attr-defined]
-        return batches
+        places = [np.arange(share.start, share.stop) for share in shares]
+        make = _Pass(self)
+        return map(make.from_memory, places) if make.there is not None else make.ahead(places)
+
+    @functools.cached_property
+    def store(self) -> Store | None:
+        """The decoded images, if they fit into memory; one that cannot be read stops the pass before it begins."""
+        found = open_store(self.dataset, self.train, self.device, self.workers)
+        broken = [] if found is None or self.skip else self.rows[found.sizes[self.rows, 0] == 0]
+        if found is not None and len(broken):
+            raise DataError(found.reasons[str(broken[0])])
+        return found
+
+    @functools.cached_property
+    def rows(self) -> Any:
+        """Where the images of this data set are in the store: (N,)."""
+        places = {path: place for place, path in enumerate(self.dataset.whole)}
+        return np.array([places[path] for path in self.dataset.paths]) if places else np.arange(len(self.dataset))
 
 
-# images (B, 3, height, width), labels (B,), paths of images that were replaced, and why there is no batch: not as an
-# exception, since torch would make a page of its one sentence
-_Batch = tuple[Tensor, Tensor, list[str], str]
+class _Pass:
+    """One pass over a loader: its order and random numbers stay, whatever is done to the loader meanwhile."""
 
+    def __init__(self, loader: FolderLoader) -> None:
+        self.loader, self.order, self.key = loader, loader.order, loader.key
+        self.size, self.device, self.store = loader.dataset.size, loader.device, loader.store
+        self.there = None if self.store is None else self.store.on(self.device)  # all of them, on the GPU
+        self.jpegs = self.store is None and decodes(self.device)  # files go to the GPU as they are
 
-class _Files(Dataset[_Batch]):
-    """Batches of files, decoded and transformed; their random numbers are a function of (seed, epoch, index)."""
+    def from_memory(self, places: Any) -> tuple[Tensor, Tensor]:
+        """A batch of images that lie on the GPU; places: in the order of the epoch."""
+        assert self.store is not None and self.there is not None
+        indices = self.order[places]
+        rows = self.loader.rows[indices]
+        for bad in np.flatnonzero(self.store.sizes[rows, 0] == 0):
+            indices[bad] = self._find(places[bad], self._read)[0]
+            rows[bad] = self.loader.rows[indices[bad]]
+        sizes = self.store.sizes[rows]
+        pixels = Pixels(self.there, self.store.starts[rows], sizes, np.zeros(len(rows), bool))
+        return crop_there(pixels, self._boxes(places, sizes), self.loader.labels[indices], self.size)
 
-    def __init__(self, dataset: FolderSet, train: bool, seed: int, skip: bool) -> None:
-        self.dataset, self.train, self.seed, self.skip = dataset, train, seed, skip
-        self.labels = dataset.labels.tolist()
-        self.transform = transform(dataset.size, train)
-        self.epoch = -1  # of the order, which is drawn once
-        self.order = torch.empty(0, dtype=torch.int64)
-
-    def __getitem__(self, key: tuple[int, int, int]) -> _Batch:
-        epoch, start, stop = key
-        if epoch != self.epoch:
-            count, draw = len(self.dataset), generator(self.seed, epoch)
-            order = torch.randperm(count, generator=draw) if self.train else torch.arange(count)
-            self.epoch, self.order = epoch, order
-        unreadable: list[str] = []
-        failure = ""
-        # a rank may have no share of the last batch
-        images, labels = torch.empty(0, *self.dataset.shape), torch.empty(0, dtype=torch.int64)
+    def ahead(self, batches: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches whose images threads read, some of them ahead."""
+        cuda = self.device.type == "cuda"
+        readers, makers = ThreadPoolExecutor(self.loader.workers), ThreadPoolExecutor(2, initializer=self._own_stream)
+        waiting: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
         try:
-            if samples := [self._sample(place, unreadable) for place in range(start, stop)]:
-                images, labels = default_collate(samples)
-        except DataError as error:
-            failure = str(error)
-        return images, labels, unreadable, failure
+            for number in range(len(batches)):
+                for places in batches[number + len(waiting) : number + _AHEAD]:
+                    chunks = [places[it : it + _CHUNK] for it in range(0, len(places), _CHUNK)]
+                    read: list[Future[Any]] = [
+                        readers.submit(self._load if cuda else self._crop, chunk) for chunk in chunks
+                    ]
+                    make = makers.submit(self._on_gpu, places, read).result if cuda else partial(self._here, read)
+                    waiting.append(make)
+                images, labels = waiting.popleft()()
+                if cuda:
+                    images.record_stream(torch.cuda.current_stream(self.device))
+                    labels.record_stream(torch.cuda.current_stream(self.device))
+                yield images.to(self.device), labels.to(self.device)
+        finally:
+            for pool in (readers, makers):
+                pool.shutdown(wait=False, cancel_futures=True)
 
-    def _sample(self, place: int, unreadable: list[str]) -> tuple[Tensor, int]:
+    def _own_stream(self) -> None:
+        """Of a thread that makes batches, so that the GPU does so beside the step."""
+        torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    def _boxes(self, places: Any, sizes: Any) -> Boxes:
+        if not self.loader.train:
+            return middle_boxes(sizes, self.size)
+        # by the place, since the image that replaces another has a place of its own too
+        return random_boxes(sizes, self.size, random_numbers(self.key, self.order[places], DRAWS))
+
+    def _find(self, place: int, read: Callable[[int], Any]) -> tuple[int, Any]:
         """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""
         tries = min(len(self.order), _TRIES)
         for step in range(tries):
             index = int(self.order[(place + step) % len(self.order)])
-            path = self.dataset.paths[index]
             try:
-                image = decode(path)
+                return index, read(index)
             except DataError:
-                if not self.skip:
+                if not self.loader.skip:
                     raise
-                unreadable.append(path)
-                continue
-            with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
-                # seeded for the place, since the image that replaces another has a place of its own too
-                torch.manual_seed(mix(self.seed, self.epoch, int(self.order[place])))
-                return self.transform(image), self.labels[index]
-        raise DataError(f"{tries} images in a row cannot be read, the last is {path}: repair or remove them.")
+                self.loader.skipped.add(self.loader.dataset.paths[index])
+        last = self.loader.dataset.paths[index]
+        raise DataError(f"{tries} images in a row cannot be read, the last is {last}: repair or remove them.")
+
+    def _read(self, index: int) -> Any:
+        """An image as (height, width, 3)."""
+        if self.store is not None:
+            return self.store.image(self.loader.rows[index])
+        return read_pixels(self.loader.dataset.paths[index])
+
+    # on the host
+
+    def _crop(self, places: Any) -> tuple[Any, list[int]]:
+        """Some images of a batch, cropped, and their places in the data set."""
+        indices, images = zip(*(self._find(place, self._read) for place in places.tolist()), strict=True)
+        boxes = self._boxes(places, np.array([image.shape[:2] for image in images]))
+        crops = [crop_here(*it, self.size) for it in zip(images, boxes.axes, boxes.flips, strict=True)]
+        return np.stack(crops), list(indices)
+
+    def _here(self, read: Sequence[Future[tuple[Any, list[int]]]]) -> tuple[Tensor, Tensor]:
+        """A batch of what `_crop` returned, in the thread that asked for it, whose torch may use all cores."""
+        found = [it.result() for it in read]
+        indices = [index for _, some in found for index in some]
+        pixels = np.concatenate([np.empty((0, *self.size, 3), np.uint8), *(crops for crops, _ in found)])
+        images, (mean, std) = torch.empty(len(pixels), 3, *self.size), scale(torch.device("cpu"))
+        torch.sub(torch.from_numpy(pixels).permute(0, 3, 1, 2), mean, out=images)
+        return images.div_(std), torch.from_numpy(self.loader.labels[indices])
+
+    # on the GPU
+
+    def _load(self, places: Any) -> list[tuple[int, Any]]:
+        """Some images of a batch, or, where the GPU decodes, JPEG files; each with its place in the data set."""
+
+        def read(index: int) -> Any:
+            data = read_jpeg(self.loader.dataset.paths[index]) if self.jpegs else None
+            return self._read(index) if data is None else data
+
+        return [self._find(place, read) for place in places.tolist()]
+
+    def _on_gpu(self, places: Any, read: Sequence[Future[list[tuple[int, Any]]]]) -> tuple[Tensor, Tensor]:
+        """A batch of what `_load` returned."""
+        found = [pair for it in read for pair in it.result()]
+        files = [number for number, (_, item) in enumerate(found) if isinstance(item, Tensor)]
+        for number, image in zip(files, decode_there([found[it][1] for it in files], self.device), strict=True):
+            found[number] = found[number][0], image
+            if image is None:
+                found[number] = self._find(int(places[number]), self._read)
+        items = [item for _, item in found]
+        planar = np.array([isinstance(item, Tensor) for item in items], bool)
+        shapes = [item.shape[1:] if flat else item.shape[:2] for item, flat in zip(items, planar, strict=True)]
+        sizes = np.array(shapes, np.int64).reshape(-1, 2)
+        starts, sorted_ = np.zeros(len(items), np.int64), np.argsort(planar, kind="stable")
+        starts[sorted_[1:]] = np.cumsum(3 * sizes[sorted_].prod(1))[:-1]
+        here = [torch.from_numpy(item).flatten() for item in items if not isinstance(item, Tensor)]
+        pinned = torch.empty(sum(map(len, here)), dtype=torch.uint8, pin_memory=True)
+        there = torch.cat(here, out=pinned) if here else pinned
+        flats = [item.flatten() for item in items if isinstance(item, Tensor)]
+        pixels = Pixels(torch.cat([there.to(self.device, non_blocking=True), *flats]), starts, sizes, planar)
+        labels = self.loader.labels[[index for index, _ in found]]
+        batch = crop_there(pixels, self._boxes(places, sizes), labels, self.size)
+        torch.cuda.current_stream(self.device).synchronize()
+        return batch
