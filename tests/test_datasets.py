@@ -20,17 +20,7 @@ from torchvision.transforms import v2
 
 from dmcp.data import datasets
 from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split
-from dmcp.data.images import (
-    DRAWS,
-    Pixels,
-    crop_here,
-    crop_there,
-    random_boxes,
-    random_numbers,
-    read_jpeg,
-    read_pixels,
-    scale,
-)
+from dmcp.data.images import crop_here, crop_there, random_boxes, random_numbers, read_jpeg, read_pixels, scale
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
 
@@ -224,19 +214,17 @@ def test_training_images_are_what_torchvision_makes_of_them(size: tuple[int, int
     """On the same boxes to the bit, in the way of a GPU but for rounding; and boxes of the same law."""
     sizes = np.array([(20, 24), (33, 11), (18, 18), (256, 300), (341, 256), (7, 61), (1, 1)])
     pictures = [np.random.randint(0, 256, (*own, 3), dtype=np.uint8) for own in sizes]
-    boxes = random_boxes(sizes, size, random_numbers(3, np.arange(7), DRAWS))
+    boxes = random_boxes(sizes, size, random_numbers(3, np.arange(7)))
     wanted = []
-    for image, (_, _, low, high), flip in zip(pictures, boxes.axes.transpose(0, 2, 1), boxes.flips, strict=True):
+    for image, (_, _, low, high, flip) in zip(pictures, boxes.transpose(0, 2, 1), strict=True):
         box = [int(it) for it in (*low, *(high - low))]
         crop = v2.functional.resized_crop(Image.fromarray(image), *box, list(size), antialias=True)
-        wanted.append(np.asarray(crop)[:, :: -1 if flip else 1])
-    found = map(partial(crop_here, size=size), pictures, boxes.axes, boxes.flips)
-    assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)) and 0 < boxes.flips.sum() < 7
-    planar = np.arange(7) % 2 == 0
-    flats = [it.transpose(2, 0, 1).ravel() if flat else it.ravel() for it, flat in zip(pictures, planar, strict=True)]
-    starts = np.cumsum([0, *map(len, flats)])[:-1]
-    pixels = Pixels(torch.from_numpy(np.concatenate(flats)), starts, sizes, planar)
-    images, labels = crop_there(pixels, boxes, np.arange(7), size)
+        wanted.append(np.asarray(crop)[:, :: -1 if flip[1] else 1])
+    found = map(partial(crop_here, size=size), pictures, boxes)
+    assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)) and 0 < boxes[:, 1, 4].sum() < 7
+    flat = torch.from_numpy(np.concatenate([it.ravel() for it in pictures]))
+    starts = np.cumsum([0, *(it.size for it in pictures)])[:-1]
+    images, labels = crop_there(flat, starts, sizes, boxes, np.arange(7), size)
     mean, std = scale(torch.device("cpu"))
     levels = (images * std + mean).permute(0, 2, 3, 1) - torch.from_numpy(np.stack(wanted))
     assert levels.abs().max() < 1.01 and levels.abs().mean() < 0.4 and labels.tolist() == [*range(7)]
@@ -245,8 +233,8 @@ def test_training_images_are_what_torchvision_makes_of_them(size: tuple[int, int
     for own in ((100, 140), (40, 200)):  # also where most tries do not fit
         drawn = [usual.make_params([torch.zeros(1, *own)]) for _ in range(4000)]
         known = np.array([[it[key] for key in ("top", "left", "height", "width")] for it in drawn])
-        numbers = random_numbers(5, np.arange(4000), DRAWS)
-        _, _, low, high = random_boxes(np.tile(own, (4000, 1)), size, numbers).axes.transpose(2, 0, 1)
+        boxes = random_boxes(np.tile(own, (4000, 1)), size, random_numbers(5, np.arange(4000)))
+        _, _, low, high, _ = boxes.transpose(2, 0, 1)
         quantiles = [np.quantile(it, (0.1, 0.3, 0.5, 0.7, 0.9), axis=0) for it in (known, np.hstack([low, high - low]))]
         np.testing.assert_allclose(*quantiles, atol=0.03 * max(own))
 

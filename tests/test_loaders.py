@@ -43,7 +43,7 @@ def photos(root: Path, count: int = 4) -> FolderSet:
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Decoded images in memory, such on the device (here the CPU, in the way of a GPU), and files read in each pass."""
     if request.param == "gpu":
-        monkeypatch.setattr(Store, "on", lambda store, _: store.flat)
+        monkeypatch.setattr(Store, "moved", lambda store, _: setattr(store, "there", store.flat) or True)
     if request.param == "stream":
         monkeypatch.setattr("dmcp.data.images.SHARE", 0.0)
     return str(request.param)

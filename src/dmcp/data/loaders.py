@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,25 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmcp.batches import generator, mix, share_of, usual_workers
+from dmcp.batches import generator, mix, on_device, share_of, usual_workers
+from dmcp.data import images
 from dmcp.data.datasets import ArraySet, Augmentation, DataSet, FolderSet
-from dmcp.data.images import (
-    DRAWS,
-    Boxes,
-    Pixels,
-    Store,
-    crop_here,
-    crop_there,
-    decode_there,
-    decodes,
-    middle_boxes,
-    open_store,
-    random_boxes,
-    random_numbers,
-    read_jpeg,
-    read_pixels,
-    scale,
-)
+from dmcp.data.images import Array, Store
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 from dmcp.settings import Corrupt
@@ -117,6 +103,7 @@ def make_loader(
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
 _AHEAD = 3  # batches that are made while others are used
 _CHUNK = 16  # images that a thread reads in a row
+_Batch = tuple[Tensor, Tensor]  # images (B, 3, height, width), labels (B,)
 
 
 @dataclass(eq=False)
@@ -156,150 +143,122 @@ class FolderLoader:
 
     def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of this epoch from number `skip` on; the files of those before are not read."""
+        store, one = self.store, copy.copy(self)  # a copy stays in this epoch
         shares = [share_of(it, self.batch_size, len(self.dataset), self.world) for it in range(skip, len(self))]
-        places = [np.arange(share.start, share.stop) for share in shares]
-        make = _Pass(self)
-        return map(make.from_memory, places) if make.there is not None else make.ahead(places)
+        batches = [np.arange(share.start, share.stop) for share in shares]  # places in the order of the epoch
+        there = store is not None and store.moved(self.device)
+        return map(partial(one._from_memory, store), batches) if there else one._ahead(batches)
 
     @functools.cached_property
     def store(self) -> Store | None:
         """The decoded images, if they fit into memory; one that cannot be read stops the pass before it begins."""
-        found = open_store(self.dataset, self.train, self.device, self.workers)
-        broken = [] if found is None or self.skip else self.rows[found.sizes[self.rows, 0] == 0]
-        if found is not None and len(broken):
-            raise DataError(found.reasons[str(broken[0])])
-        return found
+        found: Any = images.open_store(self.dataset, self.train, self.device, self.workers)
+        for row in self.rows[found.sizes[self.rows, 0] == 0] if found else ():
+            if not self.skip:
+                found.image(row)  # raises
+        return found  # type: ignore[no-any-return]
 
     @functools.cached_property
-    def rows(self) -> Any:
+    def rows(self) -> Array:
         """Where the images of this data set are in the store: (N,)."""
         places = {path: place for place, path in enumerate(self.dataset.whole)}
         return np.array([places[path] for path in self.dataset.paths]) if places else np.arange(len(self.dataset))
 
-
-class _Pass:
-    """One pass over a loader: its order and random numbers stay, whatever is done to the loader meanwhile."""
-
-    def __init__(self, loader: FolderLoader) -> None:
-        self.loader, self.order, self.key = loader, loader.order, loader.key
-        self.size, self.device, self.store = loader.dataset.size, loader.device, loader.store
-        self.there = None if self.store is None else self.store.on(self.device)  # all of them, on the GPU
-        self.jpegs = self.store is None and decodes(self.device)  # files go to the GPU as they are
-
-    def from_memory(self, places: Any) -> tuple[Tensor, Tensor]:
-        """A batch of images that lie on the GPU; places: in the order of the epoch."""
-        assert self.store is not None and self.there is not None
+    def _from_memory(self, store: Any, places: Array) -> _Batch:
+        """A batch of images that lie on the GPU."""
         indices = self.order[places]
-        rows = self.loader.rows[indices]
-        for bad in np.flatnonzero(self.store.sizes[rows, 0] == 0):
-            indices[bad] = self._find(places[bad], self._read)[0]
-            rows[bad] = self.loader.rows[indices[bad]]
-        sizes = self.store.sizes[rows]
-        pixels = Pixels(self.there, self.store.starts[rows], sizes, np.zeros(len(rows), bool))
-        return crop_there(pixels, self._boxes(places, sizes), self.loader.labels[indices], self.size)
+        for bad in np.flatnonzero(store.sizes[self.rows[indices], 0] == 0):
+            indices[bad], _ = self._find(places[bad], self._read)
+        rows = self.rows[indices]
+        sizes, labels = store.sizes[rows], self.labels[indices]
+        boxes = self._boxes(places, sizes)
+        return images.crop_there(store.there, store.starts[rows], sizes, boxes, labels, self.dataset.size)
 
-    def ahead(self, batches: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches whose images threads read, some of them ahead."""
-        cuda = self.device.type == "cuda"
-        readers, makers = ThreadPoolExecutor(self.loader.workers), ThreadPoolExecutor(2, initializer=self._own_stream)
-        waiting: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
+    def _ahead(self, batches: Sequence[Array]) -> Iterator[_Batch]:
+        """Batches whose images threads read, some of them ahead; a GPU makes them beside the step."""
+        new: Any = torch.cuda.Stream
+        gpu, streams = self.device.type == "cuda", lambda: torch.cuda.set_stream(new(self.device))
+        readers, makers = ThreadPoolExecutor(self.workers), ThreadPoolExecutor(2, initializer=streams)
+        waiting: deque[Callable[[], _Batch]] = deque()
         try:
             for number in range(len(batches)):
                 for places in batches[number + len(waiting) : number + _AHEAD]:
                     chunks = [places[it : it + _CHUNK] for it in range(0, len(places), _CHUNK)]
-                    read: list[Future[Any]] = [
-                        readers.submit(self._load if cuda else self._crop, chunk) for chunk in chunks
-                    ]
-                    make = makers.submit(self._on_gpu, places, read).result if cuda else partial(self._here, read)
+                    read: list[Any] = [readers.submit(self._load if gpu else self._crop, chunk) for chunk in chunks]
+                    make = makers.submit(self._on_gpu, places, read).result if gpu else partial(self._here, read)
                     waiting.append(make)
-                images, labels = waiting.popleft()()
-                if cuda:
-                    images.record_stream(torch.cuda.current_stream(self.device))
-                    labels.record_stream(torch.cuda.current_stream(self.device))
-                yield images.to(self.device), labels.to(self.device)
+                batch = waiting.popleft()()
+                for tensor in batch if gpu else ():
+                    tensor.record_stream(torch.cuda.current_stream(self.device))
+                yield on_device(batch, self.device)
         finally:
             for pool in (readers, makers):
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _own_stream(self) -> None:
-        """Of a thread that makes batches, so that the GPU does so beside the step."""
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-
-    def _boxes(self, places: Any, sizes: Any) -> Boxes:
-        if not self.loader.train:
-            return middle_boxes(sizes, self.size)
+    def _boxes(self, places: Array, sizes: Array) -> Array:
+        if not self.train:
+            return images.middle_boxes(sizes, self.dataset.size)
         # by the place, since the image that replaces another has a place of its own too
-        return random_boxes(sizes, self.size, random_numbers(self.key, self.order[places], DRAWS))
+        return images.random_boxes(sizes, self.dataset.size, images.random_numbers(self.key, self.order[places]))
 
     def _find(self, place: int, read: Callable[[int], Any]) -> tuple[int, Any]:
         """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""
         tries = min(len(self.order), _TRIES)
-        for step in range(tries):
-            index = int(self.order[(place + step) % len(self.order)])
+        for index in np.take(self.order, range(place, place + tries), mode="wrap").tolist():
             try:
                 return index, read(index)
             except DataError:
-                if not self.loader.skip:
+                if not self.skip:
                     raise
-                self.loader.skipped.add(self.loader.dataset.paths[index])
-        last = self.loader.dataset.paths[index]
+                self.skipped.add(self.dataset.paths[index])
+        last = self.dataset.paths[index]
         raise DataError(f"{tries} images in a row cannot be read, the last is {last}: repair or remove them.")
 
     def _read(self, index: int) -> Any:
         """An image as (height, width, 3)."""
-        if self.store is not None:
-            return self.store.image(self.loader.rows[index])
-        return read_pixels(self.loader.dataset.paths[index])
+        return self.store.image(self.rows[index]) if self.store else images.read_pixels(self.dataset.paths[index])
 
-    # on the host
-
-    def _crop(self, places: Any) -> tuple[Any, list[int]]:
+    def _crop(self, places: Array) -> tuple[Array, list[int]]:
         """Some images of a batch, cropped, and their places in the data set."""
-        indices, images = zip(*(self._find(place, self._read) for place in places.tolist()), strict=True)
-        boxes = self._boxes(places, np.array([image.shape[:2] for image in images]))
-        crops = [crop_here(*it, self.size) for it in zip(images, boxes.axes, boxes.flips, strict=True)]
-        return np.stack(crops), list(indices)
+        indices, found = zip(*(self._find(place, self._read) for place in places.tolist()), strict=True)
+        boxes = self._boxes(places, np.array([image.shape[:2] for image in found]))
+        return np.stack([images.crop_here(*it, self.dataset.size) for it in zip(found, boxes, strict=True)]), list(
+            indices
+        )
 
-    def _here(self, read: Sequence[Future[tuple[Any, list[int]]]]) -> tuple[Tensor, Tensor]:
+    def _here(self, read: Sequence[Future[tuple[Array, list[int]]]]) -> _Batch:
         """A batch of what `_crop` returned, in the thread that asked for it, whose torch may use all cores."""
-        found = [it.result() for it in read]
-        indices = [index for _, some in found for index in some]
-        pixels = np.concatenate([np.empty((0, *self.size, 3), np.uint8), *(crops for crops, _ in found)])
-        images, (mean, std) = torch.empty(len(pixels), 3, *self.size), scale(torch.device("cpu"))
-        torch.sub(torch.from_numpy(pixels).permute(0, 3, 1, 2), mean, out=images)
-        return images.div_(std), torch.from_numpy(self.loader.labels[indices])
+        found, (mean, std) = [it.result() for it in read], images.scale(torch.device("cpu"))
+        pixels = [torch.from_numpy(crops) for crops, _ in found] or [torch.empty(0, *self.dataset.size, 3)]
+        floats = torch.cat(pixels).permute(0, 3, 1, 2).contiguous().float()
+        return floats.sub_(mean).div_(std), torch.tensor(self.labels[[it for _, some in found for it in some]])
 
-    # on the GPU
+    def _load(self, places: Array) -> list[tuple[int, Tensor]]:
+        """Some images of a batch, or JPEG files for the GPU to decode; each with its place in the data set."""
 
-    def _load(self, places: Any) -> list[tuple[int, Any]]:
-        """Some images of a batch, or, where the GPU decodes, JPEG files; each with its place in the data set."""
-
-        def read(index: int) -> Any:
-            data = read_jpeg(self.loader.dataset.paths[index]) if self.jpegs else None
-            return self._read(index) if data is None else data
+        def read(index: int) -> Tensor:
+            data = (
+                images.read_jpeg(self.dataset.paths[index])
+                if self.store is None and images.decodes(self.device)
+                else None
+            )
+            return torch.from_numpy(self._read(index)) if data is None else data
 
         return [self._find(place, read) for place in places.tolist()]
 
-    def _on_gpu(self, places: Any, read: Sequence[Future[list[tuple[int, Any]]]]) -> tuple[Tensor, Tensor]:
-        """A batch of what `_load` returned."""
+    def _on_gpu(self, places: Array, read: Sequence[Future[list[tuple[int, Tensor]]]]) -> _Batch:
+        """A batch of what `_load` returned, in a thread and a stream of its own."""
         found = [pair for it in read for pair in it.result()]
-        files = [number for number, (_, item) in enumerate(found) if isinstance(item, Tensor)]
-        for number, image in zip(files, decode_there([found[it][1] for it in files], self.device), strict=True):
-            found[number] = found[number][0], image
-            if image is None:
-                found[number] = self._find(int(places[number]), self._read)
-        items = [item for _, item in found]
-        planar = np.array([isinstance(item, Tensor) for item in items], bool)
-        shapes = [item.shape[1:] if flat else item.shape[:2] for item, flat in zip(items, planar, strict=True)]
-        sizes = np.array(shapes, np.int64).reshape(-1, 2)
-        starts, sorted_ = np.zeros(len(items), np.int64), np.argsort(planar, kind="stable")
-        starts[sorted_[1:]] = np.cumsum(3 * sizes[sorted_].prod(1))[:-1]
-        here = [torch.from_numpy(item).flatten() for item in items if not isinstance(item, Tensor)]
-        pinned = torch.empty(sum(map(len, here)), dtype=torch.uint8, pin_memory=True)
-        there = torch.cat(here, out=pinned) if here else pinned
-        flats = [item.flatten() for item in items if isinstance(item, Tensor)]
-        pixels = Pixels(torch.cat([there.to(self.device, non_blocking=True), *flats]), starts, sizes, planar)
-        labels = self.loader.labels[[index for index, _ in found]]
-        batch = crop_there(pixels, self._boxes(places, sizes), labels, self.size)
-        torch.cuda.current_stream(self.device).synchronize()
+        files = [number for number, (_, item) in enumerate(found) if item.ndim == 1]
+        for number, image in zip(files, images.decode_there([found[it][1] for it in files], self.device), strict=True):
+            index, item = (found[number][0], image) if image is not None else self._find(places[number], self._read)
+            found[number] = index, torch.as_tensor(item)
+        sizes = np.array([image.shape[:2] for _, image in found]).reshape(-1, 2)
+        ends, boxes = np.cumsum(3 * sizes.prod(1)), self._boxes(places, sizes)
+        flat = torch.empty(ends[-1] if len(ends) else 0, dtype=torch.uint8, device=self.device)
+        for (_, image), end in zip(found, ends, strict=True):
+            flat[end - image.numel() : end].view(image.shape).copy_(image)
+        labels = self.labels[[index for index, _ in found]]
+        batch = images.crop_there(flat, ends - 3 * sizes.prod(1), sizes, boxes, labels, self.dataset.size)
+        torch.cuda.current_stream(self.device).synchronize()  # the step need not wait, and memory may be used again
         return batch
