@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_datasets import write_photos
 from typed import command
 
 from dmcp.checkpoint import load_checkpoint
@@ -26,8 +27,8 @@ from dmcp.runtime.io import LOCK, Lock
 NET = """
 from torch import nn
 
-def build(num_classes, width=6):
-    first = [nn.Conv2d(1, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+def build(num_classes, width=6, channels=1):
+    first = [nn.Conv2d(channels, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     second = [nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU()]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(2 * width, num_classes)]
     return nn.Sequential(*first, *second, *head)
@@ -218,6 +219,21 @@ def test_other_commands_and_ways_go_on_as_well(
     assert typed(argv[0], "--resume", run, "--quiet") == 0
     assert_same(run, whole)
     assert typed(argv[0], "--resume", run) == 2  # it is done
+
+
+@pytest.mark.parametrize("share", [0.25, 0.0], ids=["in memory", "streamed"])
+def test_a_run_on_image_files_goes_on_in_the_middle_of_an_epoch(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmcp.data.images.SHARE", share)
+    photos = str(write_photos(tmp_path / "pets", count=8))
+    words = ("--model", "killed_net:build", "--model-args", "channels=3", "--data", photos, "--input", "3x16x16")
+    argv = ("train", *words, "--batch", "4", "--save-steps", "3", "--epochs", "2", "--quiet")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert typed(*argv, "--out", whole) == 0
+    assert typed(*argv, "--out", run, moment=step_of("unpruned", 7)) == -1 and saved_step(run, "unpruned") == 6
+    assert typed("train", "--resume", run, "--quiet", "--workers", "1") == 0
+    assert_same(run, whole)
 
 
 # what stands in the way

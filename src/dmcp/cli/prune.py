@@ -340,7 +340,11 @@ def dry_run(config: RunConfig, request: Request) -> None:
     assert config.search is not None
     low, high = pruning.reachable(graph, config.search)
     budgets = pruning.read_budgets(_specs(config), graph, low, high)
-    stages = forecast(job, budgets)
+    stages, (pace, held_back) = forecast(job, budgets), loader_pace(job.loaders.search, place)
+    slow = [stage.name for stage in stages if stage.seconds < pace * stage.steps]
+    if slow and held_back:
+        log(f"The loader takes {1000 * pace:.0f} ms for a batch and holds back {', '.join(slow)}: {held_back}.")
+    stages = [stage._replace(seconds=max(stage.seconds, pace * stage.steps)) for stage in stages]
     steps, seconds = sum(stage.steps for stage in stages), sum(stage.seconds for stage in stages)
     memory = torch.cuda.max_memory_allocated(place) if place.type == "cuda" else None
     if request.as_json:
@@ -362,7 +366,20 @@ def dry_run(config: RunConfig, request: Request) -> None:
     for stage in (*stages, Stage("in all", steps, seconds)):
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"\n{memory / 2**30:.1f} GiB on the GPU" if memory else "", end="")
-    print("\nNothing was trained or written.")
+    print("\nNothing was trained, and no run was written.")
+
+
+def loader_pace(loader: Any, place: torch.device) -> tuple[float, str]:
+    """Seconds for a batch of image files, once the loader is under way, and what makes it faster; 0 for arrays."""
+    if not hasattr(loader, "workers"):
+        return 0.0, ""
+    times, cores = list[float](), usual_workers()
+    for _ in itertools.islice(loader, 2 * _STEPS):
+        wait(place)
+        times.append(time.perf_counter())
+    kept = loader.store is not None
+    more = "it needs more cores" if kept else "scale the files down, until they fit into a quarter of the memory"
+    return (times[-1] - times[0]) / max(1, len(times) - 1), f"--workers {cores}" if loader.workers < cores else more
 
 
 def forecast(job: Job, budgets: Mapping[str, Budget]) -> list[Stage]:

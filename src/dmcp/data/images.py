@@ -207,7 +207,7 @@ def _weights(axis: Tensor, size: int, pixels: int) -> Tensor:
 @functools.cache
 def scale(device: torch.device) -> Any:
     """Mean and standard deviation of 0..255."""
-    return tuple(torch.tensor(it, device=device)[:, None, None] * 255 for it in (MEAN, STD))
+    return tuple((255 * torch.tensor(it)[:, None, None]).to(device) for it in (MEAN, STD))
 
 
 # decoded images that are kept

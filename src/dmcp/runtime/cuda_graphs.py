@@ -67,7 +67,8 @@ class Repeated:
         graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=_pool, stream=_side_stream(torch.cuda.current_device())):
+            stream, others = _side_stream(torch.cuda.current_device()), "thread_local"  # other threads make batches
+            with torch.cuda.graph(graph, pool=_pool, stream=stream, capture_error_mode=others):
                 out = self.step(*tree_unflatten(static, spec))
         except Exception:
             _tidy(graph, main)
