@@ -3,6 +3,7 @@
     python benchmarks/bench.py --model resnet50 --batch 128 256 --json bench.json
     python benchmarks/bench.py --model mobilenet_v2 --model-args width_mult=1.5 --batch 256 --budget 50%
     python benchmarks/bench.py --model cifar:resnet20 cifar:resnet56 --batch 512 --data cifar10 --sampling
+    python benchmarks/bench.py --model resnet18 --batch 256 --data FOLDER --input 3x64x64 --stream
 
 Every model is measured at every batch size. A step counts as the median over rounds of a few steps in a row, as in
 training, where the host runs ahead of the GPU. Compilation and the capture of CUDA graphs come before the rounds.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import copy
 import gc
 import itertools
@@ -31,6 +33,7 @@ from torch import nn
 
 from dmcp import Engine, SearchConfig, Supernet, TrainConfig, cut, search, trace, train, uniform
 from dmcp.cutting import padded
+from dmcp.data import images
 from dmcp.data.datasets import DataSets, load
 from dmcp.data.loaders import make_loader
 from dmcp.losses import classification_loss
@@ -209,14 +212,20 @@ def measure_pruned(network: Network, budget: str) -> Row:
     return network.row(budget=budget, macs=network.graph.macs(widths), **times)
 
 
-def measure_epochs(network: Network, data: DataSets, epochs: int) -> Row:
-    """Seconds of a whole epoch on data, loader included: training, the search's warm-up, and the search after it.
+def measure_epochs(network: Network, data: DataSets, epochs: int, alone: Row) -> Row:
+    """Seconds of a whole epoch on data: the loader alone, training, the search's warm-up, and the search after it.
 
-    The median without the first epoch of each, in which kernels are tuned and graphs captured.
+    The median without the first epoch of each, in which kernels are tuned and graphs captured. alone: the steps, of
+    which those with the loader take longer by what they wait for it.
     """
-    device = network.device
-    loader = make_loader(data.train, network.batch, True, 0, device)
+    device, asked = network.device, network.asked
+    loader = make_loader(data.train, network.batch, True, 0, device, workers=asked.workers)
     steps, ends = len(loader), list[float]()
+    first_batch_s = seconds(lambda: next(iter(loader)), device)  # image files are decoded before it
+    loader_s = statistics.median(seconds(lambda: collections.deque(loader, 0), device) for _ in range(epochs))
+    per_s = {"first_batch_s": first_batch_s, "loader_s": loader_s, "loader_per_s": steps * network.batch / loader_s}
+    if asked.loader_only:
+        return network.row(data=asked.data, steps=steps, **per_s)
 
     def note_end(event: Event) -> None:
         """The records of an epoch come at its end, when the device is done."""
@@ -233,8 +242,15 @@ def measure_epochs(network: Network, data: DataSets, epochs: int) -> Row:
     search(net, loader, config, runtime=runtime)
     parts = (ends[start : start + epochs] for start in range(0, 3 * epochs, epochs))
     names = ("train_s", "warmup_s", "search_s")
-    medians = (statistics.median(end - start for start, end in itertools.pairwise(part)) for part in parts)
-    return network.row(data=network.asked.data, steps=steps, **dict(zip(names, medians, strict=True)))
+    medians = [statistics.median(end - start for start, end in itertools.pairwise(part)) for part in parts]
+    waits = {f"{name}_waits_ms": 1000 * took / steps - alone[own] for name, took, own in (
+        ("train", medians[0], "plain_ms"), ("search", medians[2], "search_ms"),
+    )}  # fmt: skip
+    slower = [own for own in ("plain_ms", "search_ms") if alone[own] < 1000 * loader_s / steps]
+    held = f"held back by the loader: {', '.join(slower) or 'nothing'}"
+    return network.row(
+        data=asked.data, steps=steps, **per_s, **dict(zip(names, medians, strict=True)), **waits, held=held
+    )
 
 
 def measure_sampling(network: Network, count: int) -> Row:
@@ -266,16 +282,18 @@ def measure(asked: argparse.Namespace) -> Iterator[tuple[str, Row]]:
             network = Network(words, batch, asked)
             if asked.budget:
                 yield "pruned", measure_pruned(network, asked.budget)
-            yield "steps", measure_steps(network)
+            alone: Row = {}
+            if not asked.loader_only:
+                yield "steps", (alone := measure_steps(network))
             if network.data:
-                yield "epochs", measure_epochs(network, network.data, asked.epochs)
+                yield "epochs", measure_epochs(network, network.data, asked.epochs, alone)
         if asked.sampling:
             yield "sampling", measure_sampling(network, asked.sampling)
 
 
 def print_table(rows: Sequence[Row]) -> None:
     """The numbers of rows of one kind; the JSON file has the rest."""
-    hidden = ("model", "model_args", "device", "shape", "groups", "engine", "refused")
+    hidden = ("model", "model_args", "device", "shape", "groups", "engine", "refused", "held")
     columns = [name for name in rows[0] if name not in hidden]
     lines = [["model", *columns]]
     lines += [[" ".join([row["model"], *row["model_args"]]), *(cell(row[name]) for name in columns)] for row in rows]
@@ -285,6 +303,8 @@ def print_table(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.get("refused"):
             print(f"{row['model']}, batch {row['batch']}: not replayed as a CUDA graph: {row['refused']}")
+        if row.get("held"):
+            print(f"{row['model']}, batch {row['batch']}: {row['held']}")
 
 
 def cell(value: Any) -> str:
@@ -319,6 +339,9 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=10)
     parser.add_argument("--budget", help="also a training step at uniform widths of this budget, like 50%%")
     parser.add_argument("--data", help="also epochs on digits, cifar10, cifar100 or a folder")
+    parser.add_argument("--workers", type=int, help="threads that read image files; default: the cores")
+    parser.add_argument("--stream", action="store_true", help="read image files in each epoch, though memory has room")
+    parser.add_argument("--loader-only", action="store_true", help="only the loader of the data")
     parser.add_argument("--epochs", type=int, default=3, help="of each kind on the data; the first does not count")
     parser.add_argument("--sampling", nargs="?", type=int, const=10**6, help="also sample so many structures")
     parser.add_argument("--rounds", type=int, help="default: 15, on a CPU 3")
@@ -329,6 +352,8 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction)
     parser.add_argument("--tf32", action=argparse.BooleanOptionalAction, default=True)
     asked = parser.parse_args(words)
+    if asked.stream:
+        images.SHARE = 0.0
     batch, rounds = (256, 15) if asked.device.startswith("cuda") else (16, 3)
     asked.batch, asked.rounds = asked.batch or [batch], asked.rounds or rounds
     return asked

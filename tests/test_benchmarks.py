@@ -35,5 +35,7 @@ def test_a_second_a_pass(tmp_path: Path) -> None:
     assert {name: step[name] for name in times} == pytest.approx(times)  # stage 1: largest, smallest, two random ones
     assert [small[name] for name in ("whole_ms", "pruned_ms", "padded_ms")] == pytest.approx([1000] * 3)
     assert [epoch[name] for name in ("steps", "train_s", "warmup_s", "search_s")] == pytest.approx([2, 2, 8, 10])
+    waits = [epoch[name] for name in ("loader_s", "train_waits_ms", "search_waits_ms")]
+    assert waits == pytest.approx([0] * 3, abs=1e-3) and epoch["held"].endswith("nothing")
     assert (sample["spaces"], sample["structures"], step["batch"]) == (2, 9, 700)
     assert found["steps"][1]["macs"] == 36 * 5 * 9 + 16 * 8 * 45 + 80 >= 2 * found["pruned"][1]["macs"]
