@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dmcp import pruning
+from dmcp import progress, pruning
 from dmcp.batches import device_of, generator, usual_workers
 from dmcp.budget import Budget, costs, limits_latency, show_cost
 from dmcp.cli import session
@@ -340,7 +340,8 @@ def dry_run(config: RunConfig, request: Request) -> None:
     assert config.search is not None
     low, high = pruning.reachable(graph, config.search)
     budgets = pruning.read_budgets(_specs(config), graph, low, high)
-    stages, (pace, held_back) = forecast(job, budgets), loader_pace(job.loaders.search, place)
+    with progress.showing(False if request.quiet or request.as_json else None, lines=True):
+        (pace, held_back), stages = loader_pace(job.loaders.search, place), forecast(job, budgets)
     slow = [stage.name for stage in stages if stage.seconds < pace * stage.steps]
     if slow and held_back:
         log(f"The loader takes {1000 * pace:.0f} ms for a batch and holds back {', '.join(slow)}: {held_back}.")

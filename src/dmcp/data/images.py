@@ -12,7 +12,7 @@ import stat
 import struct
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -36,13 +36,16 @@ Size = tuple[int, int]  # height and width
 # decoding: JPEGs by torchvision, which keeps Python's lock for less time than PIL and gives the same pixels
 
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
+_UNKNOWN = (RuntimeError, AttributeError)  # of a file, or of the operator in this torchvision
 
 
 def read_pixels(path: str) -> Array:
     """An image file as (height, width, 3) uint8; DataError if it is none."""
-    if (data := read_jpeg(path)) is not None and (jpeg := _decoder("decode_jpeg")) is not None:
-        with contextlib.suppress(RuntimeError):  # PIL says what is wrong, if it is
-            return jpeg(data, _RGB).permute(1, 2, 0).contiguous().numpy()  # type: ignore[no-any-return]
+    import torchvision.io  # noqa: F401 - late: it takes seconds; it has the operators
+
+    if (data := read_jpeg(path)) is not None:
+        with contextlib.suppress(*_UNKNOWN):  # PIL says what is wrong, if it is
+            return np.ascontiguousarray(torch.ops.image.decode_jpeg(data, _RGB).permute(1, 2, 0).numpy())
     return np.array(decode(path))  # a copy that torch may write to
 
 
@@ -71,22 +74,12 @@ def read_jpeg(path: str) -> Tensor | None:
     return None
 
 
-@functools.cache
-def _decoder(name: str) -> Callable[..., Any] | None:
-    """The operator of torchvision, without the Python around it; None where this torchvision has none."""
-    import torchvision.io  # noqa: F401 - late: it takes seconds
-
-    return getattr(torch.ops.image, name, None)
-
-
 def decode_there(files: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
     """JPEG files as (height, width, 3) on a GPU; None for one that it cannot decode."""
-    jpegs = _decoder("decode_jpegs_cuda")
     try:
-        return (
-            [it.permute(1, 2, 0) for it in jpegs(list(files), _RGB, device)] if files and jpegs else [None] * len(files)
-        )
-    except RuntimeError:  # it does not say which
+        found = torch.ops.image.decode_jpegs_cuda(list(files), _RGB, device) if files else []
+        return [image.permute(1, 2, 0) for image in found]
+    except _UNKNOWN:  # it does not say which
         half = len(files) // 2
         return [*decode_there(files[:half], device), *decode_there(files[half:], device)] if half else [None]
 
@@ -94,6 +87,8 @@ def decode_there(files: Sequence[Tensor], device: torch.device) -> list[Tensor |
 @functools.cache
 def decodes(device: torch.device) -> bool:
     """True for a GPU that decodes JPEGs."""
+    import torchvision.io  # noqa: F401
+
     PIL.Image.new("RGB", (16, 16)).save(file := io.BytesIO(), "JPEG")
     data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     return device.type == "cuda" and decode_there([data], device)[0] is not None
@@ -250,9 +245,9 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
     paths, most = dataset.whole or dataset.paths, int(SHARE * _memory(device))
     least = (2 * dataset.size[0], 2 * dataset.size[1]) if train else before_crop(dataset.size)
     looked = [it for it in _look_at(paths[:: -(-len(paths) // 100)], whole=False) if not isinstance(it, Broken)]
-    bytes_ = [3 * np.prod(_cover(it, least) if min(np.subtract(it, least)) > 0 else it) for it in looked]
-    once = dataset.whole and not train  # some training images that are tested: not worth a store of them all
-    if once or not looked or np.mean(bytes_) * len(paths) > most:
+    bytes_ = [3 * int(np.prod(_cover(it, least) if min(np.subtract(it, least)) > 0 else it)) for it in looked]
+    guess, once = np.mean(bytes_ or [0]) * len(paths), dataset.whole and not train
+    if once or not guess or guess > most:  # once: some training images that are tested, not worth a store of them all
         return None
     part = os.path.relpath(paths[0], dataset.root).split(os.sep)[0]
     name = hashlib.sha256(f"{os.path.abspath(dataset.root)} {part} {least}".encode()).hexdigest()[:16]
@@ -261,21 +256,21 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
         facts = os.stat(path) if os.path.exists(path) else None
         digest.update(f"{path[len(dataset.root) :]}\0{facts and (facts.st_size, facts.st_mtime_ns)}\0".encode())
     key = CACHE / f"{name}.images", digest.hexdigest()
-    store, build = _STORES.get(key) or _read(*key), partial(_decode, paths, least, most, workers, part)
+    if store := _STORES.get(key) or _read(*key, paths):
+        return _STORES.setdefault(key, store)
+    build = partial(_decode, paths, least, min(most, int(2 * guess) + 2**20), workers, part)
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
-        with contextlib.nullcontext() if store else FileLock(f"{key[0]}.lock"):
-            store = store or _read(*key)  # of another process, meanwhile
+        with FileLock(f"{key[0]}.lock"):
+            store = _read(*key, paths)  # of another process, meanwhile
             if store is None and (store := build()):
                 _write(*key, store)
-                store = _read(*key) or store
+                store = _read(*key, paths) or store
     except (OSError, NotImplementedError, SafetensorError) as error:  # some file systems have no locks
         if store := store or build():
             lost = "they stay in memory, and are decoded again next time"
             warnings.warn(f"{CACHE}: the decoded images cannot be kept there ({error}): {lost}.", stacklevel=2)
-    if store:
-        _STORES[key] = store
-    return store
+    return _STORES.setdefault(key, store) if store else None
 
 
 def _memory(device: torch.device) -> int:
@@ -287,21 +282,22 @@ def _memory(device: torch.device) -> int:
     return min(found + ([torch.cuda.mem_get_info(device)[1]] if device.type == "cuda" else []))
 
 
+def _kept(path: str, least: Size) -> Array | str:
+    """An image, scaled down if it is larger; or why it cannot be read."""
+    try:
+        image = read_pixels(path)
+    except DataError as error:
+        return str(error)
+    larger = image.shape[0] > least[0] and image.shape[1] > least[1]
+    return _resize(image, _cover(image.shape[:2], least)) if larger else image
+
+
 def _decode(paths: Sequence[str], least: Size, most: int, workers: int, part: str) -> Store | None:
-    """All images, in their order, larger ones scaled down; None if they are more bytes than that."""
-
-    def kept(path: str) -> Array | str:
-        try:
-            image = read_pixels(path)
-        except DataError as error:
-            return str(error)
-        larger = image.shape[0] > least[0] and image.shape[1] > least[1]
-        return _resize(image, _cover(image.shape[:2], least)) if larger else image
-
+    """All images, in their order; None if they are more bytes than that."""
     PIL.Image.init()  # else threads that meet a rare file format at the same time do not all know it
     flat, sizes, reasons, end = np.empty(most, np.uint8), torch.zeros(len(paths), 2).long(), dict[str, str](), 0
     with ThreadPool(workers) as pool, phase(f"decode {part}", len(paths)) as update:
-        for place, found in enumerate(pool.imap(kept, paths, chunksize=8)):
+        for place, found in enumerate(pool.imap(partial(_kept, least=least), paths, chunksize=8)):
             if isinstance(found, str):
                 reasons[str(place)] = found
             elif end + found.size > most:
@@ -326,9 +322,11 @@ def _write(file: Path, digest: str, store: Store) -> None:
         staged.unlink(missing_ok=True)
 
 
-def _read(file: Path, digest: str) -> Store | None:
-    """What `_write` wrote, mapped into memory; None if it is not whole, or of other images."""
+def _read(file: Path, digest: str, paths: Sequence[str]) -> Store | None:
+    """What `_write` wrote, mapped into memory; None if it is not whole, of other images, or some can be read by now."""
     with contextlib.suppress(OSError, SafetensorError), safe_open(file, "pt") as parts:
         if (facts := parts.metadata() or {}).get("digest") == digest:
-            return Store(parts.get_tensor("flat"), parts.get_tensor("sizes"), json.loads(facts["reasons"]))
+            reasons = json.loads(facts["reasons"])
+            if all(isinstance(_kept(paths[int(place)], (1, 1)), str) for place in reasons):
+                return Store(parts.get_tensor("flat"), parts.get_tensor("sizes"), reasons)
     return None
