@@ -159,7 +159,7 @@ def _resize(image: Array, size: Sequence[int]) -> Array:
     return np.asarray(PIL.Image.fromarray(image).resize((size[1], size[0]), PIL.Image.Resampling.BILINEAR))
 
 
-_AT_ONCE = 2**26  # bytes of images that are cropped at once; their indices take eight times as much
+_AT_ONCE = 2**25  # bytes of images that are cropped at once; their indices take eight times as much
 
 
 def crop_there(
@@ -200,7 +200,7 @@ def _weights(axis: Tensor, size: int, pixels: int) -> Tensor:
 
 
 @functools.cache
-def scale(device: torch.device) -> Any:
+def scale(device: torch.device | str) -> Any:
     """Mean and standard deviation of 0..255."""
     return tuple((255 * torch.tensor(it)[:, None, None]).to(device) for it in (MEAN, STD))
 

@@ -103,6 +103,7 @@ def make_loader(
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
 _AHEAD = 3  # batches that are made while others are used
 _CHUNK = 16  # images that a thread reads in a row
+_MAKERS = 2  # threads that have a GPU make batches
 _Batch = tuple[Tensor, Tensor]  # images (B, 3, height, width), labels (B,)
 
 
@@ -176,17 +177,18 @@ class FolderLoader:
 
     def _ahead(self, batches: Sequence[Array]) -> Iterator[_Batch]:
         """Batches whose images threads read, some of them ahead; a GPU makes them beside the step."""
-        new: Any = torch.cuda.Stream
-        gpu, streams = self.device.type == "cuda", lambda: torch.cuda.set_stream(new(self.device))
-        readers, makers = ThreadPoolExecutor(self.workers), ThreadPoolExecutor(2, initializer=streams)
+        gpu, numbers = self.device.type == "cuda", iter(range(_MAKERS))
+        own_stream = lambda: torch.cuda.set_stream(_stream(self.device, next(numbers)))  # noqa: E731
+        readers, makers = ThreadPoolExecutor(self.workers), ThreadPoolExecutor(_MAKERS, initializer=own_stream)
         waiting: deque[Callable[[], _Batch]] = deque()
         try:
             for number in range(len(batches)):
                 for places in batches[number + len(waiting) : number + _AHEAD]:
                     chunks = [places[it : it + _CHUNK] for it in range(0, len(places), _CHUNK)]
                     read: list[Any] = [readers.submit(self._load if gpu else self._crop, chunk) for chunk in chunks]
-                    make = makers.submit(self._on_gpu, places, read).result if gpu else partial(self._here, read)
-                    waiting.append(make)
+                    waiting.append(
+                        makers.submit(self._on_gpu, places, read).result if gpu else partial(self._here, read)
+                    )
                 batch = waiting.popleft()()
                 for tensor in batch if gpu else ():
                     tensor.record_stream(torch.cuda.current_stream(self.device))
@@ -204,7 +206,8 @@ class FolderLoader:
     def _find(self, place: int, read: Callable[[int], Any]) -> tuple[int, Any]:
         """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""
         tries = min(len(self.order), _TRIES)
-        for index in np.take(self.order, range(place, place + tries), mode="wrap").tolist():
+        for step in range(tries):
+            index = int(self.order[(place + step) % len(self.order)])
             try:
                 return index, read(index)
             except DataError:
@@ -218,30 +221,26 @@ class FolderLoader:
         """An image as (height, width, 3)."""
         return self.store.image(self.rows[index]) if self.store else images.read_pixels(self.dataset.paths[index])
 
-    def _crop(self, places: Array) -> tuple[Array, list[int]]:
-        """Some images of a batch, cropped, and their places in the data set."""
+    def _crop(self, places: Array) -> tuple[Array, Array]:
+        """Some images of a batch, cropped, and their labels."""
         indices, found = zip(*(self._find(place, self._read) for place in places.tolist()), strict=True)
         boxes = self._boxes(places, np.array([image.shape[:2] for image in found]))
-        return np.stack([images.crop_here(*it, self.dataset.size) for it in zip(found, boxes, strict=True)]), list(
-            indices
-        )
+        crops = [images.crop_here(*it, self.dataset.size) for it in zip(found, boxes, strict=True)]
+        return np.stack(crops), self.labels[list(indices)]
 
-    def _here(self, read: Sequence[Future[tuple[Array, list[int]]]]) -> _Batch:
+    def _here(self, read: Sequence[Future[tuple[Array, Array]]]) -> _Batch:
         """A batch of what `_crop` returned, in the thread that asked for it, whose torch may use all cores."""
-        found, (mean, std) = [it.result() for it in read], images.scale(torch.device("cpu"))
-        pixels = [torch.from_numpy(crops) for crops, _ in found] or [torch.empty(0, *self.dataset.size, 3)]
-        floats = torch.cat(pixels).permute(0, 3, 1, 2).contiguous().float()
-        return floats.sub_(mean).div_(std), torch.tensor(self.labels[[it for _, some in found for it in some]])
+        none = np.empty((0, *self.dataset.size, 3), np.uint8), self.labels[:0]  # a rank may have no share
+        crops, labels = (np.concatenate(parts) for parts in zip(none, *(it.result() for it in read), strict=True))
+        floats, (mean, std) = torch.from_numpy(crops).permute(0, 3, 1, 2).contiguous().float(), images.scale("cpu")
+        return floats.sub_(mean).div_(std), torch.from_numpy(labels)
 
     def _load(self, places: Array) -> list[tuple[int, Tensor]]:
         """Some images of a batch, or JPEG files for the GPU to decode; each with its place in the data set."""
+        files = self.store is None and images.decodes(self.device)
 
         def read(index: int) -> Tensor:
-            data = (
-                images.read_jpeg(self.dataset.paths[index])
-                if self.store is None and images.decodes(self.device)
-                else None
-            )
+            data = images.read_jpeg(self.dataset.paths[index]) if files else None
             return torch.from_numpy(self._read(index)) if data is None else data
 
         return [self._find(place, read) for place in places.tolist()]
@@ -262,3 +261,8 @@ class FolderLoader:
         batch = images.crop_there(flat, ends - 3 * sizes.prod(1), sizes, boxes, labels, self.dataset.size)
         torch.cuda.current_stream(self.device).synchronize()  # the step need not wait, and memory may be used again
         return batch
+
+
+@functools.cache
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # few: each has memory of its own
