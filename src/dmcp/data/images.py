@@ -23,12 +23,13 @@ import PIL.Image
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from dmcp.data.datasets import MEAN, STD, Broken, FolderSet, _look_at, before_crop, decode
 from dmcp.errors import DataError
 from dmcp.progress import phase
+from dmcp.runtime.io import write_files
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Size = tuple[int, int]  # height and width
@@ -253,8 +254,8 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
     name = hashlib.sha256(f"{os.path.abspath(dataset.root)} {part} {least}".encode()).hexdigest()[:16]
     digest = hashlib.sha256()
     for path in paths:
-        facts = os.stat(path) if os.path.exists(path) else None
-        digest.update(f"{path[len(dataset.root) :]}\0{facts and (facts.st_size, facts.st_mtime_ns)}\0".encode())
+        found = os.stat(path) if os.path.exists(path) else None
+        digest.update(f"{path[len(dataset.root) :]}\0{found and (found.st_size, found.st_mtime_ns)}\0".encode())
     key = CACHE / f"{name}.images", digest.hexdigest()
     if store := _STORES.get(key) or _read(*key, paths):
         return _STORES.setdefault(key, store)
@@ -264,7 +265,9 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
         with FileLock(f"{key[0]}.lock"):
             store = _read(*key, paths)  # of another process, meanwhile
             if store is None and (store := build()):
-                _write(*key, store)
+                tensors = {"flat": store.flat, "sizes": torch.from_numpy(store.sizes)}
+                facts = {"digest": key[1], "reasons": json.dumps(store.reasons)}
+                write_files(CACHE, {key[0].name: save(tensors, facts)})
                 store = _read(*key, paths) or store
     except (OSError, NotImplementedError, SafetensorError) as error:  # some file systems have no locks
         if store := store or build():
@@ -309,21 +312,8 @@ def _decode(paths: Sequence[str], least: Size, most: int, workers: int, part: st
     return Store(torch.from_numpy(flat[:end]), sizes, reasons)  # what is not used of flat takes no memory
 
 
-def _write(file: Path, digest: str, store: Store) -> None:
-    """Under a temporary name, and renamed once it is on the disk."""
-    staged = file.with_suffix(".new")
-    try:
-        tensors = {"flat": store.flat, "sizes": torch.from_numpy(store.sizes)}
-        save_file(tensors, staged, {"digest": digest, "reasons": json.dumps(store.reasons)})
-        with staged.open("rb") as written:
-            os.fsync(written.fileno())
-        staged.replace(file)
-    finally:
-        staged.unlink(missing_ok=True)
-
-
 def _read(file: Path, digest: str, paths: Sequence[str]) -> Store | None:
-    """What `_write` wrote, mapped into memory; None if it is not whole, of other images, or some can be read by now."""
+    """What a file holds, mapped into memory; None if it is not whole, of other images, or some can be read by now."""
     with contextlib.suppress(OSError, SafetensorError), safe_open(file, "pt") as parts:
         if (facts := parts.metadata() or {}).get("digest") == digest:
             reasons = json.loads(facts["reasons"])
