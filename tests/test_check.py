@@ -11,6 +11,7 @@ from PIL import Image
 from test_datasets import write_photos, write_shards
 from typed import command
 
+from dmcp.cli.prune import loader_pace
 from dmcp.data.datasets import DataSets, FolderSet, check_data, load, no_images, preprocessing
 
 Capture = pytest.CaptureFixture[str]
@@ -124,6 +125,13 @@ def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> N
     assert code == 2 and "dmcp train --resume two" in err
     code, out, err = run(capsys, "train", "--resume", "two", "--corrupt", "skip", "--quiet", "--json")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 0, "test": 1}, err
+
+
+def test_a_slow_loader_is_reported(here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_photos(here / "photos", (40, 40))
+    monkeypatch.setattr("dmcp.cli.prune.loader_pace", lambda *those: (100.0, loader_pace(*those)[1]))
+    code, out, err = run(capsys, "prune", *NETWORK, "--dry-run", "--json", "--epochs", "1", "--workers", "1")
+    assert code == 0 and "for a batch and holds back search" in err and json.loads(out)["seconds"] > 100
 
 
 def test_what_is_odd_about_the_data_is_said_once(here: Path, capsys: Capture) -> None:

@@ -225,7 +225,7 @@ def test_training_images_are_what_torchvision_makes_of_them(size: tuple[int, int
     flat = torch.from_numpy(np.concatenate([it.ravel() for it in pictures]))
     starts = np.cumsum([0, *(it.size for it in pictures)])[:-1]
     images, labels = crop_there(flat, starts, sizes, boxes, np.arange(7), size)
-    mean, std = scale(torch.device("cpu"))
+    mean, std = scale("cpu")
     levels = (images * std + mean).permute(0, 2, 3, 1) - torch.from_numpy(np.stack(wanted))
     assert levels.abs().max() < 1.01 and levels.abs().mean() < 0.4 and labels.tolist() == [*range(7)]
 
@@ -242,16 +242,9 @@ def test_training_images_are_what_torchvision_makes_of_them(size: tuple[int, int
 def test_jpegs_have_the_pixels_that_pil_sees(tmp_path: Path) -> None:
     """Also those in grey, CMYK and RGB, and with bytes behind their end, which torchvision is not asked for."""
     noise = Image.fromarray(np.random.randint(0, 256, (40, 30, 3), dtype=np.uint8))
-    kinds: dict[str, dict[str, Any]] = {
-        "RGB": {},
-        "L": {},
-        "CMYK": {},
-        "progressive": {},
-        "keep_rgb": {"keep_rgb": True},
-    }
-    for kind, how in kinds.items():
-        image = noise.convert(kind) if len(kind) < 5 else noise
-        image.save(tmp_path / f"{kind}.jpg", progressive=kind == "progressive", **how)
+    for kind in ("RGB", "L", "CMYK", "progressive", "keep_rgb"):
+        image = noise.convert(kind) if kind.isupper() else noise
+        image.save(tmp_path / f"{kind}.jpg", **({} if kind.isupper() else {kind: True}))
     (tmp_path / "longer.jpg").write_bytes((tmp_path / "RGB.jpg").read_bytes() + b"more")
     for file in tmp_path.iterdir():
         assert (read_jpeg(str(file)) is not None) == (file.stem in ("RGB", "L", "progressive"))
