@@ -178,6 +178,8 @@ class FolderLoader:
     def _ahead(self, batches: Sequence[Array]) -> Iterator[_Batch]:
         """Batches whose images threads read, some of them ahead; a GPU makes them beside the step."""
         gpu, numbers = self.device.type == "cuda", iter(range(_MAKERS))
+        files = gpu and self.store is None and images.decodes(self.device)
+        load = partial(self._load, self._file if files else self._read) if gpu else self._crop
         own_stream = lambda: torch.cuda.set_stream(_stream(self.device, next(numbers)))  # noqa: E731
         readers, makers = ThreadPoolExecutor(self.workers), ThreadPoolExecutor(_MAKERS, initializer=own_stream)
         waiting: deque[Callable[[], _Batch]] = deque()
@@ -185,7 +187,7 @@ class FolderLoader:
             for number in range(len(batches)):
                 for places in batches[number + len(waiting) : number + _AHEAD]:
                     chunks = [places[it : it + _CHUNK] for it in range(0, len(places), _CHUNK)]
-                    read: list[Any] = [readers.submit(self._load if gpu else self._crop, chunk) for chunk in chunks]
+                    read: list[Any] = [readers.submit(load, chunk) for chunk in chunks]
                     waiting.append(
                         makers.submit(self._on_gpu, places, read).result if gpu else partial(self._here, read)
                     )
@@ -221,9 +223,12 @@ class FolderLoader:
         """An image as (height, width, 3)."""
         return self.store.image(self.rows[index]) if self.store else images.read_pixels(self.dataset.paths[index])
 
+    def _load(self, read: Callable[[int], Any], places: Array) -> list[tuple[int, Any]]:
+        return [self._find(place, read) for place in places.tolist()]
+
     def _crop(self, places: Array) -> tuple[Array, Array]:
         """Some images of a batch, cropped, and their labels."""
-        indices, found = zip(*(self._find(place, self._read) for place in places.tolist()), strict=True)
+        indices, found = zip(*self._load(self._read, places), strict=True)
         boxes = self._boxes(places, np.array([image.shape[:2] for image in found]))
         crops = [images.crop_here(*it, self.dataset.size) for it in zip(found, boxes, strict=True)]
         return np.stack(crops), self.labels[list(indices)]
@@ -235,30 +240,23 @@ class FolderLoader:
         floats, (mean, std) = torch.from_numpy(crops).permute(0, 3, 1, 2).contiguous().float(), images.scale("cpu")
         return floats.sub_(mean).div_(std), torch.from_numpy(labels)
 
-    def _load(self, places: Array) -> list[tuple[int, Tensor]]:
-        """Some images of a batch, or JPEG files for the GPU to decode; each with its place in the data set."""
-        files = self.store is None and images.decodes(self.device)
+    def _file(self, index: int) -> Any:
+        """A JPEG file for the GPU to decode; an image, if it is something else."""
+        data = images.read_jpeg(self.dataset.paths[index])
+        return self._read(index) if data is None else data
 
-        def read(index: int) -> Tensor:
-            data = images.read_jpeg(self.dataset.paths[index]) if files else None
-            return torch.from_numpy(self._read(index)) if data is None else data
-
-        return [self._find(place, read) for place in places.tolist()]
-
-    def _on_gpu(self, places: Array, read: Sequence[Future[list[tuple[int, Tensor]]]]) -> _Batch:
+    def _on_gpu(self, places: Array, read: Sequence[Future[list[tuple[int, Any]]]]) -> _Batch:
         """A batch of what `_load` returned, in a thread and a stream of its own."""
         found = [pair for it in read for pair in it.result()]
         files = [number for number, (_, item) in enumerate(found) if item.ndim == 1]
         for number, image in zip(files, images.decode_there([found[it][1] for it in files], self.device), strict=True):
-            index, item = (found[number][0], image) if image is not None else self._find(places[number], self._read)
-            found[number] = index, torch.as_tensor(item)
+            found[number] = self._find(places[number], self._read) if image is None else (found[number][0], image)
         sizes = np.array([image.shape[:2] for _, image in found]).reshape(-1, 2)
-        ends, boxes = np.cumsum(3 * sizes.prod(1)), self._boxes(places, sizes)
-        flat = torch.empty(ends[-1] if len(ends) else 0, dtype=torch.uint8, device=self.device)
-        for (_, image), end in zip(found, ends, strict=True):
-            flat[end - image.numel() : end].view(image.shape).copy_(image)
-        labels = self.labels[[index for index, _ in found]]
-        batch = images.crop_there(flat, ends - 3 * sizes.prod(1), sizes, boxes, labels, self.dataset.size)
+        lengths, labels = 3 * sizes.prod(1), self.labels[[index for index, _ in found]]
+        starts, flat = np.cumsum(lengths) - lengths, torch.empty(lengths.sum(), dtype=torch.uint8, device=self.device)
+        for (_, image), start in zip(found, starts, strict=True):
+            flat[start:][: 3 * image.shape[0] * image.shape[1]].view(image.shape).copy_(torch.as_tensor(image))
+        batch = images.crop_there(flat, starts, sizes, self._boxes(places, sizes), labels, self.dataset.size)
         torch.cuda.current_stream(self.device).synchronize()  # the step need not wait, and memory may be used again
         return batch
 
