@@ -469,9 +469,11 @@ def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM and Ctrl-C are remembered, and the run saves at the end of its step; a second Ctrl-C is obeyed."""
-    asked = list[int]()
+    asked, owner = list[int](), os.getpid()
 
     def note(number: int, frame: Any) -> None:
+        if os.getpid() != owner:  # a worker that reads images, and has this handler by fork
+            return
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not asked:

@@ -67,8 +67,9 @@ def read_jpeg(path: str) -> Tensor | None:
         kind, length = struct.unpack_from(">BH", data, at + 1)
         if kind in (0xC0, 0xC1, 0xC2):  # baseline, extended, progressive
             bits, height, width, channels, first = struct.unpack_from(">BHHBB", data, at + 4)
-            fits = bits == 8 and channels in (1, 3) and 0 < height * width <= (PIL.Image.MAX_IMAGE_PIXELS or 0)
-            return torch.frombuffer(data, dtype=torch.uint8) if fits and first != ord("R") else None
+            fits = 0 < height * width <= (PIL.Image.MAX_IMAGE_PIXELS or 0) and 0.01 < height / width < 100
+            fits = fits and bits == 8 and channels in (1, 3) and first != ord("R")
+            return torch.frombuffer(data, dtype=torch.uint8) if fits else None
         if kind == 0xEE and data[at + 15] != 1:  # Adobe's note that it is not YCbCr
             return None
         at += 2 + length
