@@ -23,7 +23,6 @@ import PIL.Image
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from dmcp.data.datasets import MEAN, STD, Broken, FolderSet, _look_at, before_crop, decode
@@ -266,9 +265,7 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
         with FileLock(f"{key[0]}.lock"):
             store = _read(*key, paths)  # of another process, meanwhile
             if store is None and (store := build()):
-                tensors = {"flat": store.flat, "sizes": torch.from_numpy(store.sizes)}
-                facts = {"digest": key[1], "reasons": json.dumps(store.reasons)}
-                write_files(CACHE, {key[0].name: save(tensors, facts)})
+                _write(*key, store)
                 store = _read(*key, paths) or store
     except (OSError, NotImplementedError, SafetensorError) as error:  # some file systems have no locks
         if store := store or build():
@@ -311,6 +308,18 @@ def _decode(paths: Sequence[str], least: Size, most: int, workers: int, part: st
                 sizes[place], end = torch.tensor(found.shape[:2]), end + found.size
             update(place + 1)
     return Store(torch.from_numpy(flat[:end]), sizes, reasons)  # what is not used of flat takes no memory
+
+
+def _write(file: Path, digest: str, store: Store) -> None:
+    """A safetensors file; that library would copy all bytes in memory first."""
+    sizes, flat = store.sizes.tobytes(), store.flat.numpy().data
+    ends = np.cumsum([0, len(sizes), len(flat)]).tolist()
+    header: dict[str, Any] = {"__metadata__": {"digest": digest, "reasons": json.dumps(store.reasons)}}
+    header["sizes"] = {"dtype": "I64", "shape": store.sizes.shape, "data_offsets": ends[:2]}
+    header["flat"] = {"dtype": "U8", "shape": [len(flat)], "data_offsets": ends[1:]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    write_files(file.parent, {file.name: (len(text).to_bytes(8, "little"), text, sizes, flat)})
 
 
 def _read(file: Path, digest: str, paths: Sequence[str]) -> Store | None:

@@ -12,7 +12,7 @@ import stat
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -106,7 +106,7 @@ def plain(text: str) -> str:
 # writing
 
 
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_files(folder: Path, files: Mapping[str, bytes | Iterable[bytes | memoryview]]) -> None:
     """Write all files under temporary names, and rename them in their order once all are on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
     staged = {folder / staging_name(name): folder / name for name in files}
@@ -114,7 +114,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         for path, data in zip(staged, files.values(), strict=True):
             path.unlink(missing_ok=True)  # what a killed process left, or a link
             with path.open("xb") as file:
-                file.write(data)
+                file.writelines([data] if isinstance(data, bytes) else data)
                 file.flush()
                 os.fsync(file.fileno())
         for path, final in staged.items():
