@@ -181,7 +181,7 @@ def crop_there(
     at_once = max(1, _AT_ONCE // (3 * rows * columns))
     for first in range(0, count, at_once):
         some = table[:, first : first + at_once]
-        begin_, down_, bottom, right = some[[0, 1, 7, 8]].long()[:, :, None]
+        (begin_, down_), (bottom, right) = some[:2].long()[:, :, None], some[7:9].long()[:, :, None]
         inside = (begin_ + down_ * torch.minimum(y, bottom - 1))[:, :, None, None] + channel[:, None]
         pixels = flat[inside + 3 * torch.minimum(x, right - 1)[:, None, None]].to(dtype)  # (n, rows, 3, columns)
         narrow = torch.bmm(pixels.flatten(1, 2), _weights(some[4::2], size[1], columns).to(dtype).mT)
