@@ -378,8 +378,10 @@ def loader_pace(loader: Any, place: torch.device) -> tuple[float, str]:
     for _ in itertools.islice(loader, 2 * _STEPS):
         wait(place)
         times.append(time.perf_counter())
-    kept = loader.store is not None
-    more = "it needs more cores" if kept else "scale the files down, until they fit into a quarter of the memory"
+    times = times[(len(times) - 1) // 2 :]  # the first ones were made ahead
+    more = (
+        "it needs more cores" if loader.store else "scale the files down, until they fit into a quarter of the memory"
+    )
     return (times[-1] - times[0]) / max(1, len(times) - 1), f"--workers {cores}" if loader.workers < cores else more
 
 
