@@ -221,7 +221,7 @@ def paper(budget: int | float | str | Budget = "50%") -> dict[str, Any]:
 
 # defaults for what is there: docs/cookbook.md has the same table
 
-_TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge, second sitting"
+_TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge"
     "epochs": 1,
     "warmup": 0.0,
     "sort": True,
@@ -237,7 +237,7 @@ _SEARCH_IMAGES, _SEARCH_STEPS = 50_000, (150, 500)  # that a trained network see
 _TRAIN_IMAGES = 13_000_000  # that it sees at most in its fine-tuning
 _MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets get more passes
 _BATCH, _MIN_PER_EPOCH = 128, 8  # images in a batch, and the steps that an epoch has at least
-_FEW_IMAGES = 200_000  # up to which the next two hold instead of ImageNet's: REPORT.md, "judge, fourth sitting"
+_FEW_IMAGES = 200_000  # up to which the next two hold instead of ImageNet's: REPORT.md, "judge"
 _FEW_SEARCH: dict[str, Any] = {"lr": 0.4, "min_lr": 0.04, "weight_decay": 5e-4}  # of a network that is not trained
 _FEW_TRAIN: dict[str, Any] = {"lr": 1.6, "warmup_lr": 0.4, "weight_decay": 5e-4}
 _HEAVY, _HEAVY_BATCH = 2 * 10**9, 64  # MACs of one sample from which batches are smaller, for the memory
