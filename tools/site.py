@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import typer.main
 from mkdocs.structure.files import File, Files
 
 import dmcp
+from dmcp.cli.main import app
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("prune", "search", "train", "inspect", "sample", "evaluate")
-COMMANDS += ("data", "latency", "export", "runs", "report", "compare")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -60,10 +58,14 @@ def reference() -> str:
 
 
 def options() -> str:
-    """The help of every command, which is made from the settings."""
+    """Every command with its options, which are made from the settings."""
     parts = ["# Options"]
-    for command in COMMANDS:
-        words = [sys.executable, "-m", "dmcp", command, "--help"]
-        shown = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
-        parts.append(f"## dmcp {command}\n\n```text\n{shown.stdout.rstrip()}\n```")
+    for name, command in sorted(typer.main.get_command(app).commands.items()):
+        if command.hidden:
+            continue
+        rows = ["| option | meaning |", "|---|---|"]
+        for it in command.params:
+            shown = ", ".join(f"`{word}`" for word in it.opts)
+            rows.append(f"| {shown} | {(getattr(it, 'help', '') or '').replace('|', '/')} |")
+        parts.append(f"## dmcp {name}\n\n{command.help}\n\n" + "\n".join(rows))
     return "\n\n".join(parts)
