@@ -67,5 +67,7 @@ def options() -> str:
         for it in command.params:
             shown = ", ".join(f"`{word}`" for word in it.opts)
             rows.append(f"| {shown} | {(getattr(it, 'help', '') or '').replace('|', '/')} |")
-        parts.append(f"## dmcp {name}\n\n{command.help}\n\n" + "\n".join(rows))
+        about, _, examples = (command.help or "").partition("\b\n")
+        shown = f"```text\n{examples.strip()}\n```\n\n" if examples else ""
+        parts.append(f"## dmcp {name}\n\n{about.strip()}\n\n{shown}" + "\n".join(rows))
     return "\n\n".join(parts)
