@@ -113,7 +113,7 @@ def test_nothing_from_a_folder_becomes_part_of_the_page(tmp_path: Path) -> None:
     search = {"budget": EVIL, "epochs": EVIL, EVIL: {EVIL: [EVIL]}}
     extra = {"argv": [EVIL], "versions": {EVIL: EVIL}, EVIL: EVIL, "command": EVIL, "retrain": EVIL}
     extra |= {"model": EVIL, "data": f"</td></table><script>{EVIL}"}
-    extra["unpruned"] = {"macs": EVIL, "widths": {EVIL: 5, "conv2": 8}}
+    extra["unpruned"] = {"macs": EVIL, "widths": {EVIL: 5, "conv2": 10**400}}
     folder = write_run(tmp_path / EVIL.replace("/", ""), lines, search=search, **extra)
     facts = json.loads((folder / "search.json").read_text())
     facts["spaces"] = [EVIL, "conv2"]
