@@ -144,6 +144,7 @@ def prune(
         task=task,
         teacher=model if teacher == UNPRUNED else guide,
         slimmable=kind is Retrain.SLIMMABLE,
+        tested=matters,
     )
     sample, plain = first_two(example), loaders.search
     with phase("trace", 1) as traced:
