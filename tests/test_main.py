@@ -79,6 +79,8 @@ def test_every_help_has_examples_and_the_first_has_the_exit_codes(capsys: Captur
         (ZeroDivisionError("dmcp"), 1, "dmcp: this is a bug, please report it with the lines above "),
         (DmcpError("two\nlines \x1b[31m"), 2, "dmcp: two lines \N{REPLACEMENT CHARACTER}[31m"),
         (OSError(28, "No space left on device", "disk"), 2, "dmcp: disk: No space left on device."),
+        (MemoryError(), 2, "dmcp: out of memory"),
+        (RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory"), 2, "dmcp: out of memory"),
         (StoppedError("Stopped."), 3, "dmcp: Stopped."),
         (RankError("Lost."), 75, "dmcp: Lost."),
         (KeyboardInterrupt(), 130, ""),
@@ -107,7 +109,9 @@ def test_a_reader_that_goes_and_ctrl_c_while_torch_is_imported(tmp_path: Path) -
     line = f"{sys.executable} -m dmcp --version | true; exit ${{PIPESTATUS[0]}}"
     end = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     assert (end.returncode, end.stdout, end.stderr) == (141, "", "")
-    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    send = "[(os.kill(os.getpid(), 2), time.sleep(0.01)) for _ in range(30)]"  # Ctrl-C by an impatient person
+    lines = ["import os, threading, time", f"threading.Thread(target=lambda: {send}).start()", "time.sleep(9)"]
+    (tmp_path / "torch.py").write_text("\n".join(lines))
     path = os.pathsep.join([str(tmp_path), SOURCE])
     assert start("-m", "dmcp", "inspect", "digits:resnet", PYTHONPATH=path) == (130, "", "")
 

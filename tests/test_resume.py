@@ -220,6 +220,33 @@ def test_other_commands_and_ways_go_on_as_well(
     assert typed(argv[0], "--resume", run) == 2  # it is done
 
 
+@pytest.mark.parametrize("renames", range(5))
+def test_a_run_that_was_killed_as_it_began(
+    renames: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = tmp_path / "run", Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if len(list(run.glob("[!.]*.json*"))) == renames:
+            raise Killed
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # nothing is put in order
+        assert typed(*PRUNE, "--out", run) == -1
+    begun = (run / "settings.json").exists()
+    assert resume(run) == (0 if begun else 2)
+    assert begun or typed(*PRUNE, "--out", run) == 0
+    assert_same(run, runs())
+
+
+@pytest.mark.parametrize("name", ["settings.json", "log.jsonl"])
+def test_a_file_that_is_removed_in_the_middle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACTS, "remove", lambda _: (tmp_path / "run" / name).unlink())
+    assert typed(*PRUNE, "--out", tmp_path / "run", moment=step_of("search", 25), act="remove") == 2
+
+
 # what stands in the way
 
 

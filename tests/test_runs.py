@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -80,11 +81,16 @@ def write_run(folder: Path, lines: list[dict[str, Any]], done: bool = True, **se
     if done:
         limits = [{"kind": "macs", "target": 500}, {"kind": "params", "target": 60}]
         facts = {"spaces": ["conv1", "conv2"], "budget": {"limits": limits}, "independent": False}
-        (folder / "search.json").write_text(json.dumps(facts))
-        safetensors.torch.save_file(TENSORS, folder / "search.safetensors")
+        write_alphas(folder, TENSORS, facts)
         widths = {"widths": {"conv1": 3, "conv2": 8}, "input_shape": [1, 8, 8], "fingerprint": "x"}
         (folder / "widths.json").write_text(json.dumps(widths))
     return folder
+
+
+def write_alphas(folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    data = safetensors.torch.save(tensors)
+    (folder / "search.safetensors").write_bytes(data)
+    (folder / "search.json").write_text(json.dumps(facts | {"sha256": hashlib.sha256(data).hexdigest()}))
 
 
 def state(folder: Path) -> str:
@@ -166,13 +172,17 @@ def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -
 def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
     found = pruned()[0].search
     save_search(found, tmp_path)
-    alphas, sizes = found.alphas, found.sizes
+    path, alphas, sizes = tmp_path / "search.safetensors", found.alphas, found.sizes
+    path.write_bytes(path.read_bytes().replace(alphas.numpy().tobytes(), (alphas + 1).numpy().tobytes()))
+    with pytest.raises(FileError, match="changed since"):
+        load_search(tmp_path, found.graph)
+    facts = json.loads((tmp_path / "search.json").read_text())
     empty, large = sizes.clone(), sizes.clone()
     empty[0, 0], large[0, 0] = 0, 1000
     tables = [{"alphas": alphas, "sizes": it} for it in (sizes.double(), empty, large)]
     for wrong in (*tables, {"alphas": alphas * float("nan"), "sizes": sizes}, {"sizes": sizes}):
-        (tmp_path / "search.safetensors").write_bytes(safetensors.torch.save(wrong))
-        with pytest.raises(FileError, match=r"search\.safetensors"):
+        write_alphas(tmp_path, wrong, facts)
+        with pytest.raises(FileError, match="chains"):
             load_search(tmp_path, found.graph)
 
 
