@@ -40,7 +40,7 @@ MISTAKES = {
         inspect resnet18 --model-args depth=3
         inspect resnet18 --input 224,224
         prune --model digits:resnet
-        prune DIGITS --method l11
+        prune DIGITS --method dmcp-direct
         train DIGITS --device tpu9
         prune --recipe imagenet_resnet50_1100 --data photos
         prune DIGITS --weights three-classes.pth --teacher given
@@ -75,6 +75,7 @@ MISTAKES = {
         prune DIGITS --budget 50% --budget 0.5
         prune DIGITS --budget half
         search DIGITS --budget 0.1%
+        sample run --budget 0.1%
         compare DIGITS --budget 8ms
         latency --model digits:resnet --networks 3
         latency --model digits:resnet --networks 99999999999

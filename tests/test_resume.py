@@ -252,20 +252,9 @@ def test_a_file_that_is_removed_in_the_middle(name: str, tmp_path: Path, monkeyp
 
 def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     whole, run = runs(), shutil.copytree(runs(STARTS["searching"]), tmp_path / "run")
-    settings, saved = (run / "settings.json").read_text(), run / "checkpoints" / "search" / "checkpoint.safetensors"
-    sound = saved.read_bytes()
-
-    def refused(sentence: str, *words: str) -> None:
-        """In one sentence, and nothing in the run changes."""
-        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-        assert resume(run, *words) == 2
-        (line,) = capfd.readouterr().err.splitlines()
-        assert line.startswith("dmcp: ") and sentence in line, line
-        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-    refused("leave --epochs out", "--epochs", "3")
+    settings = (run / "settings.json").read_text()
     with Lock(run):
-        refused(f"{run} is in use")
+        assert resume(run) == 2 and f"{run} is in use" in capfd.readouterr().err
     Path("killed_net.py").write_text(f"{NET.replace('width=6', 'width=8')}# so no compiled file is taken for this one")
     del sys.modules["killed_net"]
     assert resume(run) == 2 and "fingerprint was" in capfd.readouterr().err
@@ -283,10 +272,5 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
         (run / "settings.json").write_text(json.dumps(stored | change))
         assert resume(run) == 2 and sentence in capfd.readouterr().err
         (run / "settings.json").write_text(settings)
-    saved.write_bytes(sound[:-1])
-    refused("is damaged")
-    saved.write_bytes(sound)
     assert typed(*PRUNE, "--resume", run) == 0  # the same once more is no contradiction
-    capfd.readouterr()
     assert_same(run, whole)
-    refused("this run is done")

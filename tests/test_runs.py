@@ -19,7 +19,7 @@ import dmcp
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
-from dmcp.runs import Run, free_folder, list_runs, load_search, read_run, read_runs, refuse_taken, save_search
+from dmcp.runs import Run, free_folder, list_runs, load_search, read_run, read_runs, save_search
 from dmcp.runtime.io import Lock
 from dmcp.training import Event
 
@@ -131,13 +131,10 @@ def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
     assert dmcp.expected(found) == result.widths
 
 
-def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path) -> None:
-    refuse_taken(tmp_path)  # not where it is empty
+def test_a_free_name_is_found(tmp_path: Path) -> None:
     for name in ("new", "new-2", "new-3"):
         assert free_folder("new", tmp_path).name == name
         (tmp_path / name).mkdir()
-    with pytest.raises(FileError):
-        refuse_taken(tmp_path)
 
 
 # the search

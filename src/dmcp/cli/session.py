@@ -428,6 +428,8 @@ def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
         if resume:
             run.rewind()
         else:
+            refuse_taken(run.folder)  # now that it is ours
+            (run.folder / LATENCY_FILE).unlink(missing_ok=True)  # of a run that was killed as it began
             _begin(run, job)
         with (run.folder / SETTINGS).open() as settings, (run.folder / LOG).open() as log:
             try:
