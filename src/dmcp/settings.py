@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 UNPRUNED = "unpruned"  # a row of the table, and the teacher that is trained first
 AUTO = "auto"  # the teacher that suits: the model itself if it is trained, else the unpruned network
 MAX_SEED = 2**62  # what others add to it must fit into 64 bits, too
+_MAX_FLOAT = 1e30  # what others multiply it with must fit into float32, too
 Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
 
 
@@ -106,6 +107,7 @@ def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
         elif kind in ("int", "float"):
             types = int if kind == "int" else int | float
             low, high, below = (it.metadata.get(key, 0) for key in ("low", "high", "below"))
+            high = high if kind == "int" else min(high, _MAX_FLOAT)
             if isinstance(value, bool) or not isinstance(value, types) or not (low <= value <= high and value < below):
                 upper = f" and below {below}" if below < math.inf else f" and at most {high}" if high < math.inf else ""
                 what = "an int" if kind == "int" else "a number"
@@ -365,7 +367,7 @@ class LatencyConfig:
     device: str = setting("", "Where it is timed; default: the device of the model, the CPU in onnxruntime.")
     dtype: FloatType = setting(FloatType.FLOAT32, "Of weights and inputs.")
     runtime: RuntimeKind = setting(RuntimeKind.TORCH, "What runs the networks: torch, or onnxruntime on the CPU.")
-    networks: int = setting(40, "Networks that are measured.", 12)
+    networks: int = setting(40, "Networks that are measured.", 12, 10_000)
     align: int | None = setting(
         None, "Widths are multiples of this, or full; default: of 16 in wide layers, of less in narrow ones.", 1
     )
