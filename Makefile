@@ -4,7 +4,7 @@ RUN = .venv/bin/python
 # two workers, one torch thread each; tests that share what is slow to make stay together, unless a worker has none left
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: setup demo test check integrations zoo clean
+.PHONY: setup demo test check site integrations zoo clean
 
 setup: .venv/.done
 
@@ -23,7 +23,12 @@ check: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	@if $(RUN) -c "import mkdocs" 2>/dev/null; then $(RUN) -m mkdocs build -q; fi
 	$(PYTEST)
+
+site: setup  ## the documentation site, in build/site
+	$(RUN) -m pip install -q -e ".[docs]"
+	$(RUN) -m mkdocs build -q
 
 integrations: .venv-integrations/.done  ## Ultralytics and other libraries, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest tests/integrations

@@ -1,4 +1,4 @@
-"""How much faster half the MACs are: uniform widths by default, and in multiples of 1, beside the unpruned network.
+"""How much faster half the MACs are: searched widths, uniform ones by default, and uniform in multiples of 1.
 
 python benchmarks/speedup.py                      # onnxruntime on one thread of the CPU, batch 1
 python benchmarks/speedup.py --device cuda        # torch.compile in bfloat16, batch 256
@@ -7,6 +7,7 @@ python benchmarks/speedup.py --device cuda        # torch.compile in bfloat16, b
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,8 @@ from torch import nn
 import dmcp
 from dmcp.exporting import open_file, turn_times
 from dmcp.models import build
+
+SEARCHED = Path(__file__).parent / "searched.json"  # widths at 50 % of the MACs: REPORT.md, judge
 
 
 def in_onnxruntime(net: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
@@ -39,18 +42,20 @@ def on_gpu(net: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["resnet18", "resnet50", "mobilenet_v2"])
-    parser.add_argument("--budget", default="50%")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
     cpu = given.device == "cpu"
     make = in_onnxruntime if cpu else on_gpu
-    print("| network | unpruned, ms | default | multiples of 1 | MACs, before / after |\n|---|---|---|---|---|")
+    searched = json.loads(SEARCHED.read_text())
+    print("| network | unpruned, ms | searched | uniform | uniform, multiples of 1 | MACs, before / after |")
+    print("|---|---|---|---|---|---|")
     for name in given.model:
         model = build(name).eval()
         x = torch.randn(given.batch or (1 if cpu else 256), 3, 224, 224)
         graph = dmcp.trace(model, x[:1])
-        chosen = [graph.full, *(dmcp.uniform(graph, given.budget, align=align) for align in (None, 1))]
+        uniform = (dmcp.uniform(graph, "50%", align=align) for align in (None, 1))
+        chosen = [graph.full, graph.widths(searched[name]), *uniform]
         nets = [make(dmcp.cut(model, graph, widths).eval(), x) for widths in chosen]
         whole, *small = turn_times(nets, torch.device(given.device))
         fewer = graph.macs() / graph.macs(chosen[1])

@@ -201,9 +201,6 @@ def test_a_cut_without_a_search_and_without_training(weights: str, capsys: Captu
     assert not list((tmp_path / "run").glob("search*")) and (tmp_path / "run" / "report.md").exists()
     code, out, _ = run(capsys, "prune", *words, "--budget", "40%", "--budget", "20%", "--out", str(tmp_path / "two"))
     assert code == 0 and json.loads(out)["budgets"]["20%"]["macs_share"] <= 0.2
-    for wrong in (("--method", "l11"), ("--method", "dmcp-direct"), ("--budget", "0.1%")):
-        code, out, err = run(capsys, "prune", *words, *wrong, "--out", str(tmp_path / "wrong"))
-        assert (code, out, err.count("\n"), (tmp_path / "wrong").exists()) == (2, "", 1, False)
 
 
 def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -> None:
@@ -237,8 +234,6 @@ def test_samples_differ_and_are_inside_the_budget(
     assert code == 0 and "scaled to 30%" in err and printed.startswith(f"{out}/expected-30%.json: ")
     assert 0.95 * 0.3 <= graph.macs(graph.widths(read_widths(out, "expected-30%.json"))) / graph.macs() <= 0.3
     assert run(capsys, *words, "--budget", "50%")[2] == "" and sorted(folder.iterdir()) == before
-    code, printed, err = run(capsys, *words, "--budget", "0.1%")
-    assert (code, printed) == (2, "") and err.count("\n") == 1
 
 
 # inspect

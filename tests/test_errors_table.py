@@ -36,10 +36,11 @@ MISTAKES = {
     "DmcpError": """
         inspect resent18
         inspect mytable_net:failing
+        prune --model mytable_net:meta --data digits
         inspect resnet18 --model-args depth=3
         inspect resnet18 --input 224,224
         prune --model digits:resnet
-        prune DIGITS --method l11
+        prune DIGITS --method dmcp-direct
         train DIGITS --device tpu9
         prune --recipe imagenet_resnet50_1100 --data photos
         prune DIGITS --weights three-classes.pth --teacher given
@@ -56,6 +57,8 @@ MISTAKES = {
     """,
     "DataError": """
         prune --model digits:resnet --data digit
+        train --model cifar:resnet20 --data long-photos FILES
+        data looped-photos
         prune --model cifar:resnet20 --data broken-photos FILES --dry-run
         compare --model cifar:resnet20 --data broken-photos FILES
         prune --model cifar:resnet20 --data broken-photos FILES --seeds 2
@@ -72,8 +75,10 @@ MISTAKES = {
         prune DIGITS --budget 50% --budget 0.5
         prune DIGITS --budget half
         search DIGITS --budget 0.1%
+        sample run --budget 0.1%
         compare DIGITS --budget 8ms
         latency --model digits:resnet --networks 3
+        latency --model digits:resnet --networks 99999999999
         prune DIGITS --budget 20% --min-channels 14
         search DIGITS --budget 90% --max-channels layer3=32
     """,
@@ -85,6 +90,7 @@ MISTAKES = {
     """,
     "TrainingError": """
         train DIGITS --epochs 0
+        search DIGITS --search-lr 1e308
         search DIGITS --search-epochs 1 --warmup 0.9
         prune DIGITS --teacher unpruned --kd-weight 1.5
         compare --model mytable_net:pixels --data digits
@@ -124,6 +130,9 @@ def pixels():
 def fixed(num_classes=2):
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, num_classes))
 
+def meta():
+    return pixels().to("meta")
+
 def linear():
     return nn.Linear(8, 2)
 
@@ -139,6 +148,8 @@ def write_data(here: Path) -> None:
     (here / "empty").mkdir()
     (here / "note.txt").write_text("not what you look for")
     write_photos(here / "photos", count=2, classes=("cat", "dog"))
+    write_photos(here / "long-photos", (1, 201), count=2)
+    (write_photos(here / "looped-photos", count=2) / "train" / "cat" / "all").symlink_to("..")
     for path in write_photos(here / "broken-photos", count=2, classes=("cat", "dog")).rglob("*.png"):
         path.write_bytes(path.read_bytes()[:40])
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from examples import auxiliary, segmentation
+from matplotlib import pyplot
 
 import dmcp
 
@@ -45,3 +48,19 @@ def test_the_auxiliary_head_is_searched_and_cut_too() -> None:
     small = dmcp.cut(net.model, graph, widths).train()
     for cut, gated in itertools.zip_longest(small(x), net(x, net.hard(widths))):
         torch.testing.assert_close(cut, gated)
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code as it is, but for the length of search and trainings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+    cells = json.loads((Path(dmcp.__file__).parents[2] / "examples" / "front.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    few = 'search=dmcp.SearchConfig(budget="50%", epochs=1, warmup=0, align=1), train=recipe'
+    names: dict[str, Any] = {}
+    source = source.replace("EPOCHS = 20", "EPOCHS = 1").replace("width=32", "width=8")
+    exec(source.replace("train=recipe", few), names)
+    assert len(names["front"]) == 4 and [row.macs for row in names["front"]] == sorted(
+        (row.macs for row in names["front"]), reverse=True
+    )
+    assert (tmp_path / "digits.onnx").stat().st_size > 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import io
 import json
 import math
 import os
@@ -17,7 +16,6 @@ import random
 import shutil
 import signal
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from dmcp.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.cli.config import RunConfig, read_config
 from dmcp.cli.session import load_weights
 from dmcp.data import datasets
-from dmcp.errors import DataError, DmcpError, FileError
+from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
 from dmcp.runs import Run, list_runs, load_search, read_json, read_run, save_search
 from dmcp.searching.config import SearchRecord, SearchResult
@@ -171,21 +169,22 @@ def put(folder: Path, contents: dict[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def sealed(record: bytes, weights: bytes) -> bytes:
-    """widths.json with hashes that fit again, if it is still a table."""
+def sealed(record: bytes, tensors: bytes) -> bytes:
+    """widths.json or search.json with hashes that fit again, if it is still a table."""
     try:
         table = json.loads(record)
-        table["sha256"] = hashlib.sha256(weights).hexdigest()
-        table.pop("digest", None)
-        text = json.dumps(table, sort_keys=True)
+        table["sha256"] = hashlib.sha256(tensors).hexdigest()
+        digest = {"digest"} & table.keys()
+        text = json.dumps({key: value for key, value in table.items() if key not in digest}, sort_keys=True)
     except (ValueError, TypeError, AttributeError, RecursionError):
         return record
-    return json.dumps(table | {"digest": hashlib.sha256(text.encode()).hexdigest()}).encode()
+    return json.dumps(table | dict.fromkeys(digest, hashlib.sha256(text.encode()).hexdigest())).encode()
 
 
 def seal(contents: dict[str, bytes]) -> dict[str, bytes]:
     """Checksums that fit again."""
-    return contents | {"widths.json": sealed(contents["widths.json"], contents["model.safetensors"])}
+    pairs = {"widths.json": "model.safetensors", "search.json": "search.safetensors"}
+    return contents | {name: sealed(contents[name], contents[tensors]) for name, tensors in pairs.items()}
 
 
 # reader: the files that it reads, by how their names begin
@@ -275,16 +274,9 @@ class Trap:
 
 def test_weights_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
-    put(tmp_path / "run", files())
     torch.save({"0.weight": Trap()}, tmp_path / "weights.pth")
     with pytest.raises(FileError, match="not plain weights"):
         load_weights(network()[0], tmp_path / "weights.pth")
-    member = io.BytesIO()
-    np.save(member, np.array([Trap()], dtype=object))
-    with zipfile.ZipFile(tmp_path / "run" / "train-0.npz", "w") as shard:
-        shard.writestr("images.npy", member.getvalue())
-    with pytest.raises(DataError, match="cannot be read as a shard"):
-        datasets.load(tmp_path / "run")
     assert not (tmp_path / "sprung").exists()
     torch.load(tmp_path / "weights.pth", weights_only=False)
     assert (tmp_path / "sprung").exists()  # the trap works

@@ -352,11 +352,9 @@ def test_a_table_is_made_by_a_command_and_given_to_another(
     assert found.unpruned_ms == pytest.approx(true_ms(build("digits:resnet").eval()))
     fake.calls, given = 0, ["--latency", "table.json"]
     for wrong in (
-        [*options, "--networks", "3"],
         [*options, "--out", str(tmp_path)],
         [*PRUNE, *given, "--budget", "8ms", "--ignore", "layer1"],
         [*PRUNE, "--budget", "8ms", "--latency-device", "cuda", "--latency-runtime", "onnx"],
-        ["compare", *PRUNE[1:5], "--budget", "8ms", "--methods", "uniform", "--out", "runs"],
     ):
         code, out, err = run(capsys, *wrong)
         assert (code, out) == (2, "") and err.count("\n") <= 2, err

@@ -97,10 +97,11 @@ def test_labels_that_are_no_classes_are_refused_in_the_loss_and_in_the_test(labe
 
 
 @pytest.mark.parametrize("labels", [RIGHT + 2, RIGHT - 1])
-def test_labels_without_an_output_are_refused_in_the_loss_and_wrong_in_the_test(labels: Tensor) -> None:
+def test_labels_without_an_output_are_refused_in_the_loss_and_in_the_test(labels: Tensor) -> None:
     with pytest.raises(IndexError):
         loss_of(labels)
-    assert dmcp.evaluate(Echo(), [(SCORES, labels)]) == 0.25 * (labels == SCORES.argmax(dim=1)).sum()
+    with pytest.raises(DataError):
+        dmcp.evaluate(Echo(), [(SCORES, RIGHT), (SCORES, labels)])
 
 
 def test_outputs_without_classes_and_batches_without_labels_are_refused() -> None:

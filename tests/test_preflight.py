@@ -90,6 +90,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     # the test
     "nothing to test on": (TrainingError, lambda: {"val_loader": []}),
     "a number as test": (DataError, lambda: {"val_loader": 3}),
+    "test labels, later": (DataError, lambda: {"val_loader": [*Noise(1), *changed(y=lambda y: y + 1)]}),
     "tests of a generator": (DataError, lambda: {"val_loader": (it for it in Noise(1)), "baselines": True}),
     "metric of the wrong kind": (TypeError, lambda: {"task": dmcp.Task(metric=lambda output, batch: 0.5)}),
     "metric that fails": (ZeroDivisionError, lambda: {"task": dmcp.Task(metric=failing_metric)}),

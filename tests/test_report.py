@@ -113,7 +113,7 @@ def test_nothing_from_a_folder_becomes_part_of_the_page(tmp_path: Path) -> None:
     search = {"budget": EVIL, "epochs": EVIL, EVIL: {EVIL: [EVIL]}}
     extra = {"argv": [EVIL], "versions": {EVIL: EVIL}, EVIL: EVIL, "command": EVIL, "retrain": EVIL}
     extra |= {"model": EVIL, "data": f"</td></table><script>{EVIL}"}
-    extra["unpruned"] = {"macs": EVIL, "widths": {EVIL: 5, "conv2": 8}}
+    extra["unpruned"] = {"macs": EVIL, "widths": {EVIL: 5, "conv2": 10**400}}
     folder = write_run(tmp_path / EVIL.replace("/", ""), lines, search=search, **extra)
     facts = json.loads((folder / "search.json").read_text())
     facts["spaces"] = [EVIL, "conv2"]
@@ -135,13 +135,12 @@ def test_nothing_from_a_folder_becomes_part_of_the_page(tmp_path: Path) -> None:
 
 
 def test_the_commands(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "b" / "same", TESTS)
+    write_run(tmp_path / "b" / "same", TESTS)
     write_run(tmp_path / "b" / "half", step_lines(17), done=False)
     listed = CliRunner().invoke(app, ["runs", str(tmp_path / "b")]).stdout
     assert "85.00 %" in listed and "48 %" in listed and "stopped: search, step 17, in epoch 2 of 4" in listed
     facts = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path / "b"), "--json"]).stdout)
     assert {run["name"]: run["accuracy"] for run in facts} == {"same": 0.85, "half": None}
-    assert "no runs" in CliRunner().invoke(app, ["runs", str(folder)]).stdout
 
     out = tmp_path / "deep" / "page.html"
     result = CliRunner().invoke(app, ["report", str(tmp_path / "b"), "--out", str(out)])

@@ -236,25 +236,41 @@ def test_a_run_on_image_files_goes_on_in_the_middle_of_an_epoch(
     assert_same(run, whole)
 
 
+@pytest.mark.parametrize("renames", range(5))
+def test_a_run_that_was_killed_as_it_began(
+    renames: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = tmp_path / "run", Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if len(list(run.glob("[!.]*.json*"))) == renames:
+            raise Killed
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # nothing is put in order
+        assert typed(*PRUNE, "--out", run) == -1
+    begun = (run / "settings.json").exists()
+    assert resume(run) == (0 if begun else 2)
+    assert begun or typed(*PRUNE, "--out", run) == 0
+    assert_same(run, runs())
+
+
+@pytest.mark.parametrize("name", ["settings.json", "log.jsonl"])
+def test_a_file_that_is_removed_in_the_middle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACTS, "remove", lambda _: (tmp_path / "run" / name).unlink())
+    assert typed(*PRUNE, "--out", tmp_path / "run", moment=step_of("search", 25), act="remove") == 2
+
+
 # what stands in the way
 
 
 def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     whole, run = runs(), shutil.copytree(runs(STARTS["searching"]), tmp_path / "run")
-    settings, saved = (run / "settings.json").read_text(), run / "checkpoints" / "search" / "checkpoint.safetensors"
-    sound = saved.read_bytes()
-
-    def refused(sentence: str, *words: str) -> None:
-        """In one sentence, and nothing in the run changes."""
-        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-        assert resume(run, *words) == 2
-        (line,) = capfd.readouterr().err.splitlines()
-        assert line.startswith("dmcp: ") and sentence in line, line
-        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-    refused("leave --epochs out", "--epochs", "3")
+    settings = (run / "settings.json").read_text()
     with Lock(run):
-        refused(f"{run} is in use")
+        assert resume(run) == 2 and f"{run} is in use" in capfd.readouterr().err
     Path("killed_net.py").write_text(f"{NET.replace('width=6', 'width=8')}# so no compiled file is taken for this one")
     del sys.modules["killed_net"]
     assert resume(run) == 2 and "fingerprint was" in capfd.readouterr().err
@@ -272,10 +288,5 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
         (run / "settings.json").write_text(json.dumps(stored | change))
         assert resume(run) == 2 and sentence in capfd.readouterr().err
         (run / "settings.json").write_text(settings)
-    saved.write_bytes(sound[:-1])
-    refused("is damaged")
-    saved.write_bytes(sound)
     assert typed(*PRUNE, "--resume", run) == 0  # the same once more is no contradiction
-    capfd.readouterr()
     assert_same(run, whole)
-    refused("this run is done")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -18,7 +19,7 @@ import dmcp
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
-from dmcp.runs import Run, free_folder, list_runs, load_search, read_run, read_runs, refuse_taken, save_search
+from dmcp.runs import Run, free_folder, list_runs, load_search, read_run, read_runs, save_search
 from dmcp.runtime.io import Lock
 from dmcp.training import Event
 
@@ -80,11 +81,16 @@ def write_run(folder: Path, lines: list[dict[str, Any]], done: bool = True, **se
     if done:
         limits = [{"kind": "macs", "target": 500}, {"kind": "params", "target": 60}]
         facts = {"spaces": ["conv1", "conv2"], "budget": {"limits": limits}, "independent": False}
-        (folder / "search.json").write_text(json.dumps(facts))
-        safetensors.torch.save_file(TENSORS, folder / "search.safetensors")
+        write_alphas(folder, TENSORS, facts)
         widths = {"widths": {"conv1": 3, "conv2": 8}, "input_shape": [1, 8, 8], "fingerprint": "x"}
         (folder / "widths.json").write_text(json.dumps(widths))
     return folder
+
+
+def write_alphas(folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    data = safetensors.torch.save(tensors)
+    (folder / "search.safetensors").write_bytes(data)
+    (folder / "search.json").write_text(json.dumps(facts | {"sha256": hashlib.sha256(data).hexdigest()}))
 
 
 def state(folder: Path) -> str:
@@ -125,13 +131,10 @@ def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
     assert dmcp.expected(found) == result.widths
 
 
-def test_a_folder_with_files_is_refused_and_a_free_name_is_found(tmp_path: Path) -> None:
-    refuse_taken(tmp_path)  # not where it is empty
+def test_a_free_name_is_found(tmp_path: Path) -> None:
     for name in ("new", "new-2", "new-3"):
         assert free_folder("new", tmp_path).name == name
         (tmp_path / name).mkdir()
-    with pytest.raises(FileError):
-        refuse_taken(tmp_path)
 
 
 # the search
@@ -166,13 +169,17 @@ def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -
 def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
     found = pruned()[0].search
     save_search(found, tmp_path)
-    alphas, sizes = found.alphas, found.sizes
+    path, alphas, sizes = tmp_path / "search.safetensors", found.alphas, found.sizes
+    path.write_bytes(path.read_bytes().replace(alphas.numpy().tobytes(), (alphas + 1).numpy().tobytes()))
+    with pytest.raises(FileError, match="changed since"):
+        load_search(tmp_path, found.graph)
+    facts = json.loads((tmp_path / "search.json").read_text())
     empty, large = sizes.clone(), sizes.clone()
     empty[0, 0], large[0, 0] = 0, 1000
     tables = [{"alphas": alphas, "sizes": it} for it in (sizes.double(), empty, large)]
     for wrong in (*tables, {"alphas": alphas * float("nan"), "sizes": sizes}, {"sizes": sizes}):
-        (tmp_path / "search.safetensors").write_bytes(safetensors.torch.save(wrong))
-        with pytest.raises(FileError, match=r"search\.safetensors"):
+        write_alphas(tmp_path, wrong, facts)
+        with pytest.raises(FileError, match="chains"):
             load_search(tmp_path, found.graph)
 
 

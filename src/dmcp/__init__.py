@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from dmcp.training import Event, Runtime, Task, evaluate, train
     from dmcp.widths import ChannelSpace, Widths
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # fmt: off
 __all__ = [

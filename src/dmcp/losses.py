@@ -168,9 +168,10 @@ class LowerIsBetter:
 def top1(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Correct answers and how many there are, of samples or of pixels, without those that the loss ignores.
 
-    Scores that are NaN are no answer, and a label that the network has no output for counts as a wrong one.
+    Scores that are NaN are no answer.
     """
     scores, labels = _classes(output, batch)
+    check_range(labels, scores.shape[1])
     found = scores.argmax(dim=1)
     if labels.is_floating_point():  # several classes may have the largest share
         right = labels.gather(1, found.unsqueeze(1)).squeeze(1) == labels.amax(dim=1)

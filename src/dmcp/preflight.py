@@ -39,11 +39,12 @@ def preflight(
     task: Task,
     teacher: nn.Module | None = None,
     slimmable: bool = False,
+    tested: bool = False,
 ) -> Any:
     """Refuse what would fail after hours of work; returns the input of the first batch, on the model's device.
 
     loaders: by name; "loader" is the first that is used. networks: how many are tested. slimmable: whether the model
-    learns from its own outputs.
+    learns from its own outputs. tested: whether the model is tested next, before the first step.
     """
     check_trainable(model)
     check_metric(task.metric, current())
@@ -73,7 +74,7 @@ def preflight(
             with untouched(loader, device_of(model)):
                 for batch in peek(loader) or []:
                     input_of(batch)
-    try_test(model, val_loader, task.metric)
+    try_test(model, val_loader, task.metric, tested)
     return example
 
 
@@ -147,8 +148,11 @@ def classes_of(model: nn.Module, example: Any) -> int:
     return outputs[0].shape[1] if outputs and outputs[0].ndim > 1 else 0
 
 
-def try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
-    """Test a copy of the model on one batch, so that what is wrong with loader or metric shows now."""
+def try_test(model: nn.Module, loader: Loader, metric: Metric | None, tested: bool = False) -> None:
+    """Test a copy of the model on one batch, so that what is wrong with loader or metric shows now.
+
+    The labels of all batches are looked at, unless everything is tested next.
+    """
     device, whole = device_of(model), None if metric is None else whole_of(metric)
     with untouched(loader, device):
         if whole is not None:
@@ -156,10 +160,10 @@ def try_test(model: nn.Module, loader: Loader, metric: Metric | None) -> None:
         batches = peek(loader)
         if batches is None:
             return
-        for batch in batches if metric is None else ():
-            if classes := classes_of(model, on_device(input_of(batch), device)):
-                check_range(labels_of(batch), classes)
         evaluate(narrow(unwrap(model), {}, {}), batches, metric)
+        if metric is None and not tested and (classes := classes_of(model, on_device(input_of(batches[0]), device))):
+            for batch in loader:
+                check_range(labels_of(batch), classes)
 
 
 def _output(model: nn.Module, example: Any, train: bool) -> Any:

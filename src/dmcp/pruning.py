@@ -128,7 +128,8 @@ def prune(
     latency: for budgets like "8ms": a table, see `measure_latency`, or a function that gets a network and returns its
         milliseconds. Without one prune measures first, with a batch of 1 where the model is.
     task: your own loss, metric and optimizer, and a newly built model where the given one is trained and has tensors
-        that `reinitialize` has no rule for. One batch of val_loader is tried before the first step.
+        that `reinitialize` has no rule for. One batch of val_loader is tried before the first step,
+        and without a metric of your own all its labels are looked at.
     runtime: engine, checkpoints to resume from, and who hears of each step.
     """
     kind, searches, specs = Retrain(retrain), check_method(method), _specs(search, budget)
@@ -144,6 +145,7 @@ def prune(
         task=task,
         teacher=model if teacher == UNPRUNED else guide,
         slimmable=kind is Retrain.SLIMMABLE,
+        tested=matters,
     )
     sample, plain = first_two(example), loaders.search
     with phase("trace", 1) as traced:

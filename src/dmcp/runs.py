@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -38,6 +39,7 @@ from dmcp.widths import Widths
 
 SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
 INPUT = "input.json"  # how images become inputs
+START = (LATENCY_FILE, INPUT, SETTINGS, LOG)  # what a run begins with; without settings it has not begun
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
 REPLACED = "replaced.json"  # unreadable image files that others were taken for
@@ -60,8 +62,12 @@ class Run:
 
     def write(self, name: str, data: Any) -> None:
         """Write a file: text and bytes as they are, anything else as JSON."""
-        text = data if isinstance(data, str | bytes) else json.dumps(data, indent=1)
-        write_files(self.folder, {name: text.encode() if isinstance(text, str) else text})
+        self.write_all({name: data})
+
+    def write_all(self, files: Mapping[str, Any]) -> None:
+        """Write several files; none has its name before all are on the disk."""
+        texts = {it: x if isinstance(x, str | bytes) else json.dumps(x, indent=1) for it, x in files.items()}
+        write_files(self.folder, {it: text.encode() if isinstance(text, str) else text for it, text in texts.items()})
 
     def add(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line to a file of records."""
@@ -186,15 +192,17 @@ class Run:
 
     def close(self) -> None:
         """Remove the checkpoints."""
-        path = self.folder / CHECKPOINTS
+        path, old = (self.folder / name for name in (CHECKPOINTS, f".{CHECKPOINTS}"))
         if path.exists():
-            old = path.rename(path.with_name(f".{CHECKPOINTS}"))  # at once, so that half of them is never seen
-            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)  # at once, so that half of them is never seen
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def refuse_taken(path: Path) -> None:
-    """Refuse a folder that holds something else than a lock."""
-    if path.exists() and any(it.name != io.LOCK for it in path.iterdir()):
+    """Refuse a folder that holds something else than a lock, and what is left of a run that was killed as it began."""
+    names = {it.name for it in path.iterdir()} if path.exists() else set()
+    staged = {io.staging_name(name) for name in START}
+    if names - staged - {io.LOCK} - ({*START} if io.staging_name(SETTINGS) in names else set()):
         raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
 
 
@@ -246,6 +254,7 @@ class _Facts:
     tolerance: float
     align: int | None
     independent: bool
+    sha256: str  # of the file of the alphas
 
     def __post_init__(self) -> None:
         if self.format != _FORMAT:
@@ -263,6 +272,7 @@ def save_search(result: SearchResult, folder: Path) -> None:
         tolerance=result.tolerance,
         align=result.align,
         independent=result.process is INDEPENDENT,
+        sha256=hashlib.sha256(alphas).hexdigest(),
     )
     write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
 
@@ -279,16 +289,19 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
         raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
     if (folder / LATENCY_FILE).exists():
         graph = Latency.load(folder / LATENCY_FILE).attach(graph)
-    alphas, sizes = _chains(folder / ALPHAS, len(graph.spaces))
+    alphas, sizes = _chains(folder / ALPHAS, len(graph.spaces), known.sha256)
     if (sizes.sum(dim=1) > torch.tensor([space.size for space in graph.spaces])).any():
         raise FileError(f"{folder / ALPHAS}: its chains have more channels than this network.")
     process = process_of(known.independent)
     return SearchResult(alphas, sizes, graph, known.budget, known.tolerance, known.align, records, process)
 
 
-def _chains(path: Path, spaces: int) -> tuple[Tensor, Tensor]:
+def _chains(path: Path, spaces: int, checksum: object) -> tuple[Tensor, Tensor]:
     """Alphas (S, G-1) and group sizes (S, G) of a file, checked."""
-    tensors = io.parse_tensors(read_bytes(path, _MAX_ALPHAS), path)
+    data = read_bytes(path, _MAX_ALPHAS)
+    if hashlib.sha256(data).hexdigest() != checksum:
+        raise FileError(f"{path}: truncated, or changed since it was saved.")
+    tensors = io.parse_tensors(data, path)
     alphas, sizes = (tensors.get(name, torch.empty(0)) for name in ("alphas", "sizes"))
     fits = alphas.is_floating_point() and sizes.dtype == torch.int64 and alphas.ndim == sizes.ndim == 2
     fits = fits and alphas.shape == (spaces, sizes.shape[1] - 1) and len(sizes) == spaces
@@ -475,7 +488,7 @@ def _record(kind: Any, data: dict[str, Any]) -> Any:
 
 def _read_chains(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     spaces = tuple(map(str, facts["spaces"]))
-    alphas, sizes = _chains(folder / ALPHAS, len(spaces))
+    alphas, sizes = _chains(folder / ALPHAS, len(spaces), facts["sha256"])
     process = process_of(bool(facts["independent"]))
     expected = process.moment(process.marginals(alphas.double()), sizes, 1).tolist()
     targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 UNPRUNED = "unpruned"  # a row of the table, and the teacher that is trained first
 AUTO = "auto"  # the teacher that suits: the model itself if it is trained, else the unpruned network
 MAX_SEED = 2**62  # what others add to it must fit into 64 bits, too
+_MAX_FLOAT = 1e30  # what others multiply it with must fit into float32, too
 Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
 
 
@@ -106,6 +107,7 @@ def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
         elif kind in ("int", "float"):
             types = int if kind == "int" else int | float
             low, high, below = (it.metadata.get(key, 0) for key in ("low", "high", "below"))
+            high = high if kind == "int" else min(high, _MAX_FLOAT)
             if isinstance(value, bool) or not isinstance(value, types) or not (low <= value <= high and value < below):
                 upper = f" and below {below}" if below < math.inf else f" and at most {high}" if high < math.inf else ""
                 what = "an int" if kind == "int" else "a number"
@@ -221,7 +223,7 @@ def paper(budget: int | float | str | Budget = "50%") -> dict[str, Any]:
 
 # defaults for what is there: docs/cookbook.md has the same table
 
-_TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge, second sitting"
+_TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge"
     "epochs": 1,
     "warmup": 0.0,
     "sort": True,
@@ -237,6 +239,9 @@ _SEARCH_IMAGES, _SEARCH_STEPS = 50_000, (150, 500)  # that a trained network see
 _TRAIN_IMAGES = 13_000_000  # that it sees at most in its fine-tuning
 _MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets get more passes
 _BATCH, _MIN_PER_EPOCH = 128, 8  # images in a batch, and the steps that an epoch has at least
+_FEW_IMAGES = 200_000  # up to which the next two hold instead of ImageNet's: REPORT.md, "judge"
+_FEW_SEARCH: dict[str, Any] = {"lr": 0.4, "min_lr": 0.04, "weight_decay": 5e-4}  # of a network that is not trained
+_FEW_TRAIN: dict[str, Any] = {"lr": 1.6, "warmup_lr": 0.4, "weight_decay": 5e-4}
 _HEAVY, _HEAVY_BATCH = 2 * 10**9, 64  # MACs of one sample from which batches are smaller, for the memory
 
 
@@ -261,9 +266,12 @@ def defaults(
 ) -> Defaults:
     """Settings for so many training images in batches of this size; `trained`: the network is, on such data."""
     search, train = default_search(budget, trained), default_training(retrain, trained)
+    rates = "the paper's"
+    if images <= _FEW_IMAGES:
+        rates = f"twice the paper's, which suits {images:,} images"
+        train, search = replace(train, **_FEW_TRAIN), search if trained else replace(search, **_FEW_SEARCH)
     gentle = trained and retrain in _KEEPING
     known = "the network is trained: small steps keep what it knows"
-    fresh = "the network is not trained: the paper's settings"
     fewest, most = _SEARCH_STEPS
     enough = batch * max(fewest, min(most, _SEARCH_IMAGES // max(1, batch)))
     few = enough if trained and images >= 2 * enough else 0
@@ -272,15 +280,14 @@ def defaults(
     else:
         passes, why_passes = _passes(search.epochs, images, batch)
     epochs, why_epochs = _passes(train.epochs, images, batch, _TRAIN_IMAGES if gentle else 0)
-    anew = "the network is trained anew: the paper's settings" if trained else fresh
-    full = "what the cut took away is learned best at the full rate"
     no_warmup = "a trained network needs no warm-up, but its channels in order of their norms"
     why: dict[str, tuple[object, str]] = {
         "search_epochs": (f"1 pass over {few:,} images" if few else passes, why_passes),
-        "search_lr": (f"{search.lr:g} at a batch of {search.reference_batch}", known if trained else fresh),
+        "search_lr": (f"{search.lr:g} at a batch of {search.reference_batch}", known if trained else rates),
         "warmup": (search.warmup, no_warmup if trained else "the weights are trained before the alphas move"),
         "epochs": (epochs, why_epochs),
-        "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", full if gentle else anew),
+        "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", rates),
+        "weight_decay": (train.weight_decay, f"usual for {images:,} images"),
     }
     return Defaults(replace(search, epochs=passes, distill=not own_loss), replace(train, epochs=epochs), few, why)
 
@@ -360,7 +367,7 @@ class LatencyConfig:
     device: str = setting("", "Where it is timed; default: the device of the model, the CPU in onnxruntime.")
     dtype: FloatType = setting(FloatType.FLOAT32, "Of weights and inputs.")
     runtime: RuntimeKind = setting(RuntimeKind.TORCH, "What runs the networks: torch, or onnxruntime on the CPU.")
-    networks: int = setting(40, "Networks that are measured.", 12)
+    networks: int = setting(40, "Networks that are measured.", 12, 10_000)
     align: int | None = setting(
         None, "Widths are multiples of this, or full; default: of 16 in wide layers, of less in narrow ones.", 1
     )

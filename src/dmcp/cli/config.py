@@ -201,7 +201,7 @@ def settle(
     batch = typed.get("batch", batch)
     usual = defaults("50%", config.retrain, trained=trained, images=images, batch=batch)
     searches, trains = config.search and config.method == "dmcp", config.retrain is not Retrain.NONE
-    known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr"))}
+    known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr", "weight_decay"))}
     why = {"batch": (batch, reason), **usual.why}
     texts = {name: f"{value}: {reason}" for name, (value, reason) in why.items() if name not in known}
     few = usual.search_images if searches and "search_epochs" not in typed else 0
@@ -346,7 +346,7 @@ _WITHOUT = {
     }
     - {"lr", "weight_decay", "label_smoothing"},
 }
-_CHOSEN = ("epochs", "lr", "search_epochs", "search_images", "search_lr", "warmup", "batch")  # see `settle`
+_CHOSEN = ("epochs", "lr", "search_epochs", "search_images", "search_lr", "warmup", "batch", "weight_decay")
 _DEFAULTS = dict.fromkeys(_CHOSEN, "what suits network and data: see --dry-run") | {
     "retrain": "finetune; of train without --weights: scratch",
     "teacher": "auto of prune, else none",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -36,6 +37,7 @@ _EXIT: dict[type[BaseException], int] = {  # the first that fits; all else is a 
     _UsageError: 2,
     BrokenPipeError: 141,
     OSError: 2,
+    MemoryError: 2,
     KeyboardInterrupt: 130,
     typer.Abort: 130,
     Exception: 1,
@@ -47,6 +49,8 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=
 
 def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     debug = "--debug" in sys.argv  # at any place
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
@@ -58,11 +62,19 @@ def main() -> None:
     except BaseException as error:
         # typer ends with SystemExit where a reader has gone
         cause = error.__context__ if isinstance(error, SystemExit) else error
+        if type(cause).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(cause):  # torch's, of GPU and CPU
+            cause = MemoryError().with_traceback(error.__traceback__)
         code = next((code for kind, code in _EXIT.items() if isinstance(cause, kind)), None)
         if code is None or cause is None:
             raise
         _tell(cause, code, debug)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """Obey Ctrl-C, once: no other one interrupts what is then put in order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _tell(error: BaseException, code: int, debug: bool) -> None:
@@ -79,6 +91,8 @@ def _tell(error: BaseException, code: int, debug: bool) -> None:
         sentence = text if text.endswith("?") else f"{text}; see {ctx.command_path if ctx else 'dmcp'} --help."
     elif isinstance(error, OSError):  # of the machine: a full disk, a folder that nobody may read
         sentence = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror or error}."
+    elif isinstance(error, MemoryError):
+        sentence = "out of memory: try a smaller --batch."
     elif code == _EXIT[Exception]:
         sentence = f"this is a bug, please report it with the lines above ({type(error).__name__})."
     line = "".join(it if it.isprintable() else "\N{REPLACEMENT CHARACTER}" for it in " ".join(sentence.splitlines()))

@@ -33,7 +33,7 @@ from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
 from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, preprocessing, split, usual_size
 from dmcp.data.loaders import make_loader
-from dmcp.errors import DataError, DmcpError, FileError, StoppedError, TrainingError, WidthsError
+from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency
 from dmcp.losses import check_range
 from dmcp.modules import kept_modes
@@ -42,7 +42,7 @@ from dmcp.progress import phase
 from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import INPUT, REPLACED, SETTINGS, Run, free_folder, refuse_taken, slug
+from dmcp.runs import INPUT, LOG, REPLACED, SETTINGS, START, Run, free_folder, refuse_taken, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, join, leave
 from dmcp.runtime.engine import best_device
 from dmcp.runtime.io import LOCK, Lock
@@ -61,7 +61,7 @@ Replaced = Mapping[str, list[str]]  # train and test: image files that could not
 
 def log(*lines: str) -> None:
     """Lines on stderr: stdout has the results."""
-    with contextlib.suppress(OSError):  # a run goes on when nobody listens any more
+    with contextlib.suppress(OSError, RuntimeError):  # nobody listens any more; a signal came amid another line
         for line in lines:
             print(line, file=sys.stderr, flush=True)
 
@@ -167,7 +167,10 @@ def build(config: RunConfig, classes: int | None) -> nn.Module:
         arguments = {"num_classes": classes} | arguments
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return models.build(config.model, **arguments)
+        model = models.build(config.model, **arguments)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise DmcpError(f"{config.model}: built on the meta device, where tensors have no values: build it on the CPU.")
+    return model
 
 
 def _takes_classes(name: str) -> bool:
@@ -375,9 +378,6 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
 
             runtime = Runtime(engine=config.engine, checkpointer=checkpointer, on_event=on_event)
             yield Session(world, job, run, runtime)
-    except torch.OutOfMemoryError as error:
-        batch = max(config.batch, config.train_batch)
-        raise TrainingError(f"Out of memory with a batch of {batch}: try --batch {batch // 2}.") from error
     except (StoppedError, DataError) as error:
         if not begun or not folder.is_dir():  # a new run that failed before its first step is gone
             raise
@@ -423,20 +423,26 @@ def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
     run.folder.mkdir(parents=True, exist_ok=True)
     with Lock(run.folder):
         if resume and run.done:
+            run.close()  # if it was killed just before
             raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
         if resume:
             run.rewind()
         else:
-            _write_settings(run, job)
-        try:
-            yield
-        except BaseException:
-            if {path.name for path in run.folder.iterdir()} <= {SETTINGS, INPUT, LATENCY_FILE, LOCK}:
-                shutil.rmtree(run.folder)
-            raise
+            refuse_taken(run.folder)  # now that it is ours
+            (run.folder / LATENCY_FILE).unlink(missing_ok=True)  # of a run that was killed as it began
+            _begin(run, job)
+        with (run.folder / SETTINGS).open() as settings, (run.folder / LOG).open() as log:
+            try:
+                yield
+            except BaseException:
+                if not resume and not run.lines() and {it.name for it in run.folder.iterdir()} <= {LOCK, *START}:
+                    shutil.rmtree(run.folder)
+                raise
+            if not all(os.fstat(file.fileno()).st_nlink for file in (settings, log)):
+                raise FileError(f"{run.folder}: {SETTINGS} or {LOG} was removed while the run went on: start it anew.")
 
 
-def _write_settings(run: Run, job: Job) -> None:
+def _begin(run: Run, job: Job) -> None:
     graph = job.graph
     facts = {
         "classes": job.data.classes,
@@ -445,10 +451,9 @@ def _write_settings(run: Run, job: Job) -> None:
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "dmcp": __version__},
         "argv": sys.argv,
     }
-    run.write(SETTINGS, job.config.to_json() | facts)
-    run.write(INPUT, preprocessing(job.data))
-    if LATENCY in graph.extra and (table := Latency.of(graph)) is not None:
-        run.write(LATENCY_FILE, table.to_json())
+    table = Latency.of(graph)
+    first = {} if table is None else {LATENCY_FILE: table.to_json()}
+    run.write_all(first | {INPUT: preprocessing(job.data), SETTINGS: job.config.to_json() | facts, LOG: ""})
 
 
 # signals
@@ -463,22 +468,23 @@ def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            if signal.getsignal(number) is handler:  # not if a Ctrl-C has been obeyed
+                signal.signal(number, old)
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM and Ctrl-C are remembered, and the run saves at the end of its step; a second Ctrl-C is obeyed."""
-    asked, owner = list[int](), os.getpid()
+    asked, owner, before = list[int](), os.getpid(), signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: Any) -> None:
         if os.getpid() != owner:  # a worker that reads images, and has this handler by fork
             return
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not asked:
-            log("asked to stop: the step is finished and saved first")
         asked.append(number)
+        if len(asked) == 1:
+            log("asked to stop: the step is finished and saved first")
+        elif number == signal.SIGINT and callable(before):
+            before(number, frame)
 
     with handled_by(note):
         yield lambda: bool(asked)

@@ -24,6 +24,7 @@ from dmcp.runtime.io import quote
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
 _KEPT = 0.875  # share of each side of a test image that the crop keeps
+_MAX_RATIO = 200  # of the sides of an image file
 
 # image files
 
@@ -40,7 +41,13 @@ def as_rgb(image: Image) -> Image:
 def _open(path: str) -> Image:
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe or device, which may never end
         raise OSError("it is no file")
-    return PIL.Image.open(path, formats=_FORMATS)
+    image = PIL.Image.open(path, formats=_FORMATS)
+    if max(image.size) > _MAX_RATIO * min(image.size):
+        image.close()
+        raise ValueError(
+            f"one side is more than {_MAX_RATIO} times the other: enlarged to be cropped, it needs gigabytes"
+        )
+    return image
 
 
 def decode(path: str) -> Image:
@@ -110,23 +117,30 @@ def wrong_classes(train: FolderSet, test: FolderSet) -> list[str]:
 
 
 def _list_part(path: Path, part: str, sides: tuple[int, int]) -> FolderSet:
-    """The files of `train/` or `val/`, as torchvision lists them, but without what is hidden."""
-    from torchvision.datasets import folder as listing
-
+    """The files of `train/` or `val/`, in the order of torchvision's, but without what is hidden."""
     folder = path / part
     try:
-        names = tuple(name for name in listing.find_classes(folder)[0] if not name.startswith("."))
-        numbers = {name: number for number, name in enumerate(names)}
+        names = tuple(sorted(it.name for it in os.scandir(folder) if it.is_dir() and not it.name.startswith(".")))
         if not names:
             raise FileNotFoundError(f"no class folders in {folder}")
-        found = listing.make_dataset(folder, numbers, _ENDINGS, allow_empty=True)
+        roots = [(number, root) for number, name in enumerate(names) for root in sorted(_walk(folder / name))]
     except OSError as error:
         needs = "needs train/ and val/ with one folder of images per class, or train-*.npz and test-*.npz"
         raise DataError(f"{path} {needs} ({str(error).splitlines()[0]}).") from error
-    start = len(str(folder))  # what is hidden below the folder counts, like ._1.png of macOS or .ipynb_checkpoints/
-    found = [(file, number) for file, number in found if f"{os.sep}." not in file[start:]]
+    found = [(os.path.join(root, file), number) for number, (root, files) in roots for file in sorted(files)]
     labels = torch.tensor([number for _, number in found], dtype=torch.int64)
     return FolderSet(tuple(file for file, _ in found), labels, len(names), sides, names, str(path))
+
+
+def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
+    """Folders and the images in them, without hidden ones, like ._1.png of macOS; links are followed."""
+    for root, folders, files in os.walk(top, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for link in (it for it in (os.path.join(root, name) for name in folders) if os.path.islink(it)):
+            real, above = os.path.realpath(link), (Path(root), *Path(root).parents)
+            if any(Path(os.path.realpath(it)).is_relative_to(real) for it in above):
+                raise DataError(f"{link} is a link to a folder that it is in: remove it.")
+        yield root, [it for it in files if it.lower().endswith(_ENDINGS) and not it.startswith(".")]
 
 
 def usual_size(dataset: FolderSet) -> tuple[int, int] | None:

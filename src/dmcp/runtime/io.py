@@ -78,9 +78,9 @@ def refuse_link(path: Path) -> None:
 
 
 def parse_json(data: bytes | str, name: object) -> Any:
-    """The data of a JSON file."""
+    """The data of a JSON file; an int of more digits than any of ours becomes a float, perhaps infinite."""
     try:
-        return json.loads(data)
+        return json.loads(data, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
     except (ValueError, RecursionError) as error:
         raise FileError(f"{name}: truncated or not JSON: {quote(error)}.") from None
 
