@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ class Odd(nn.Module):
         super().__init__()
         self.first, self.second, self.norm = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 3), nn.BatchNorm2d(12)
         self.third, self.head = nn.Conv2d(12, 12, 1), nn.Linear(12, 10)
-        self.middle, self.end = middle, end
+        self.middle, self.end, self.dice = middle, end, torch.Generator()
 
     def forward(self, x: Tensor) -> Any:
         y = self.middle(self, self.norm(self.second(F.relu(self.first(x)))))
@@ -51,6 +53,10 @@ def plain(self: Any, y: Tensor) -> Tensor:
     return self.third(y)
 
 
+def halved(self: Any, y: Tensor, now: bool) -> Tensor:
+    return self.third(y[:, :6].repeat(1, 2, 1, 1) if now else y)
+
+
 def with_indices(self: Any, y: Tensor) -> Tensor:
     y, places = F.max_pool2d(y, 2, return_indices=True)
     return self.third(y) + places.sum(1, keepdim=True) / 100
@@ -64,6 +70,14 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "values of a dict": lambda: Odd(plain, lambda y: {"logits": y}.values()),
     "the last channels": lambda: Odd(lambda self, y: self.third(y)[:, -8:-4].repeat(1, 3, 1, 1)),
     "indices of a pool": lambda: Odd(with_indices),
+    "running statistics": lambda: Odd(lambda self, y: self.third(y) + self.norm.running_mean.sum()),
+    "dice": lambda: Odd(lambda self, y: self.third(y) + torch.bernoulli(y, 1.0).sum(1, keepdim=True)),
+    "dice of its own": lambda: Odd(
+        lambda self, y: self.third(y * (1 + torch.rand(1, generator=self.dice).item() // 1))
+    ),
+    "gradients on": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled())),
+    "gradients on in one mode": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled() != self.training)),
+    "a history": lambda: Odd(lambda self, y: halved(self, y, y.requires_grad and not y.is_leaf)),
     "x log x": lambda: Odd(lambda self, y: self.third(y) + (y**2 * (y**2).log()).sum(1, keepdim=True)),
     "rsqrt": lambda: Odd(
         lambda self, y: self.third(y * (y * y).mean((2, 3), keepdim=True).rsqrt()) + y.sum(1, keepdim=True)
@@ -96,21 +110,22 @@ def test_exact_in_every_mode(name: str) -> None:
             assert distance(net(x, net.hard(graph.full)), model.eval()(x)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        Odd(plain, lambda y: (one for one in (y,))),
-        Odd(lambda self, y: self.third(y[:, :6].repeat(1, 2, 1, 1) if torch.is_grad_enabled() else y)),
-    ],
-    ids=["a generator", "a branch on gradients"],
-)
-def test_refused_or_kept_unpruned(model: nn.Module) -> None:
-    x = torch.randn(2, 3, 12, 12)
-    try:
+def test_verify_takes_other_inputs() -> None:
+    x, blur = torch.randn(2, 3, 12, 12), torch.rand(12, 12, 3, 3)
+    for odd in (lambda y: len(y) == 1, lambda y: y.shape[-1] > 8):
+        model = Odd(lambda self, y, odd=odd: self.third(y.flip(1) if odd(y) else y))
         graph = dmcp.trace(model, x)
-    except dmcp.TraceError:
-        return
-    small = dmcp.cut(model, graph, graph.widths([max(1, space.size // 2) for space in graph.spaces]))
-    for training in (False, True):
-        with torch.set_grad_enabled(training):
-            small.train(training)(x)
+        assert dmcp.verify(model, graph, x.half()) == 0
+        with pytest.raises(dmcp.CutError):
+            dmcp.verify(model, graph, torch.randn(1, 3, 16, 16))
+    model = Odd(lambda self, y: F.conv2d(self.third(y), blur))  # not in float64
+    assert dmcp.verify(model, dmcp.trace(model, x), x) < 1e-5
+
+
+def test_threads_leave_torch_as_it_was() -> None:
+    model, x = Odd(plain), torch.randn(2, 3, 12, 12)
+    world = lambda: (torch.backends.mha.get_fastpath_enabled(), random.getstate(), torch.get_rng_state().tolist())  # noqa: E731
+    before = world()
+    with ThreadPoolExecutor(8) as pool:
+        assert len({graph.summary() for graph in pool.map(lambda _: dmcp.trace(model, x), range(16))}) == 1
+    assert world() == before

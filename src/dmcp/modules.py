@@ -88,6 +88,9 @@ def narrow(
     for held in (held for module in model.modules() for held in vars(module).values()):
         if type(held) in (dict, OrderedDict) and not held:  # every module has a dozen of hooks, slow to copy
             memo[id(held)] = type(held)()
+        for one in held if type(held) in (list, tuple) else (held,):
+            if isinstance(one, torch.Generator):  # its state must not land on the meta device
+                memo[id(one)] = one.clone_state()
     with _Copying(meta):
         small_model = copy.deepcopy(model, memo)
     for path, values in attributes.items():

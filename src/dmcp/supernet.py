@@ -33,7 +33,10 @@ class Supernet(nn.Module):
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError("This graph was traced from another architecture: trace this model.")
         if any(recording.recomputes for recording in graph.recordings):
-            raise WidthsError("Activation checkpointing loses gates: switch it off and trace the model again.")
+            raise WidthsError(
+                "The backward pass computes layers once more, without their gates, as activation checkpointing and "
+                "reversible blocks do: switch that off and trace the model again."
+            )
         self.model = narrow(model, {}, {})
         self.graph = graph
         spaces = [space.size for space in graph.spaces]
@@ -71,10 +74,13 @@ class Supernet(nn.Module):
         """Probability that each group is kept; zero behind the end of a short chain. -> (S, G)"""
         return marginals(self.alpha) * (self.sizes > 0)
 
-    def hard(self, widths: Mapping[str, int] | Tensor) -> Tensor:
+    def hard(self, widths: Mapping[str, int] | Sequence[int] | Tensor) -> Tensor:
         """Gates of the sub-network with these widths: its first channels. -> (channels,) bool"""
-        kept = widths if isinstance(widths, Tensor) else self.graph.widths(widths).tensor()
-        return self.position < kept.to(self.position.device)[self.space_of]
+        return self.first(self.graph.widths(widths).tensor().to(self.position.device))
+
+    def first(self, kept: Tensor) -> Tensor:
+        """The same without looking at the numbers, for which the host would wait. (S,) -> (channels,) bool"""
+        return self.position < kept[self.space_of]
 
     def soft(self) -> Tensor:
         """Gates of the soft network: each channel's marginal (eq. 7). -> (channels,)"""

@@ -38,7 +38,7 @@ def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold
         (name, dim)
         for name in parameters
         for dim, layout in enumerate(coupling.tensors.get(name, ()))
-        if unread and not unread.isdisjoint(coupling.channels.atoms(layout))
+        if unread and not unread.isdisjoint(coupling.channels.atoms(layout)) and name not in flows[0].written
     ]
     hard = dict.fromkeys([*readers, *everywhere])
     stuck: dict[Atom, str] = {}
@@ -68,6 +68,7 @@ class _Zeros:
             value: [atoms(layout) for layout in dims] for value, dims in within.layouts.items()
         }
         self.atoms = {value: frozenset[Atom]().union(*dims) for value, dims in self.by_dim.items()}
+        self.written = {name for it in coupling.passes for name in it.recording.written}
         self.folds: set[Fold] = set()
         self.zero: dict[int, frozenset[Atom]] = {}
         self.family: dict[int, set[int]] = {}  # values that share memory: views of one another
@@ -88,14 +89,15 @@ class _Zeros:
     def reader(self, contraction: Contraction, atom: Atom) -> list[Fold]:
         """Dims of the model's own tensors that are the weight of a sum, or from which the model computes it."""
         name = None if contraction.weight is None else self.recording.tensors.get(contraction.weight)
-        if name is not None:
+        if name is not None and name not in self.written:
             return [(name, contraction.weight_dim)]
         for value in (contraction.weight, contraction.data):
             sources = sorted(self.recording.own.get(value, ())) if value is not None else []
             if sources:
                 return [
-                    (self.recording.tensors[source], dim)
+                    (name, dim)
                     for source in sources
+                    if (name := self.recording.tensors[source]) not in self.written
                     for dim, atoms in enumerate(self.by_dim[source])
                     if atom in atoms
                 ]

@@ -175,6 +175,8 @@ class ChannelGraph:
         if isinstance(widths, Tensor):
             if widths.ndim != 2 or widths.shape[1] != len(self.spaces):
                 raise WidthsError(f"A tensor of widths must be (N, {len(self.spaces)}), not {tuple(widths.shape)}.")
+            if not ((widths >= 1) & (widths <= self.full.tensor().to(widths.device))).all():
+                raise WidthsError("Every width must be from 1 to the size of its space.")
             return polynomial(widths)
         return polynomial.evaluate(self._numbers(widths))
 

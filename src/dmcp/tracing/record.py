@@ -7,8 +7,9 @@ import copy
 import functools
 import hashlib
 import random
+import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmcp.errors import TraceError
@@ -29,6 +29,13 @@ Shape = tuple[int, ...]
 
 # Ways out of torch that are no op; the others end in one that gives no tensor.
 HOST_READS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
+
+# Gradients are recorded below autograd, where nothing has a history.
+_HISTORY: dict[Any, Callable[[bool], Any]] = {
+    vars(torch._C.TensorBase)["requires_grad"].__get__: lambda graded: graded,
+    vars(torch._C.TensorBase)["is_leaf"].__get__: lambda graded: not graded,
+    vars(torch._C.TensorBase)["grad_fn"].__get__: lambda graded: object() if graded else None,
+}
 
 # Their size follows from values, but torch does not tag them so.
 UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}
@@ -128,6 +135,7 @@ class Recording:
     """The ops of one forward pass, and the shapes of all values in it."""
 
     training: bool
+    grad: bool  # whether gradients were switched on
     ops: list[Op] = field(default_factory=list)
     shapes: list[Shape] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -138,7 +146,7 @@ class Recording:
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
     made: list[tuple[int, str, list[float]]] = field(default_factory=list)  # ops before, module, numbers made tensors
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
-    recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
+    recomputes: bool = False  # whether the backward pass takes weights from modules (activation checkpointing)
 
     @functools.cached_property
     def own(self) -> dict[int, frozenset[int]]:
@@ -156,6 +164,20 @@ class Recording:
                 sources = frozenset[int]().union(*(own[value] for value in inputs))
                 own.update((value, sources) for value in op.outs if value is not None and value not in own)
         return own
+
+    @functools.cached_property
+    def written(self) -> set[str]:
+        """Names of tensors that the pass writes into, such as running statistics: others in their place lose that."""
+        found: set[int] = set()
+        for op in self.ops:
+            arguments = op.arguments()
+            if op.name in ("batch_norm", "instance_norm"):
+                names = ["running_mean", "running_var"]
+            else:
+                names = [it.name for it in op.func._schema.arguments if it.alias_info and it.alias_info.is_write]
+            for leaf in leaves([arguments[name] for name in names]):
+                found |= self.own.get(leaf.value, frozenset()) if isinstance(leaf, Ref) else set()
+        return {self.tensors[value] for value in found}
 
 
 _LARGE = 1000  # larger arrays are one number, that of their bytes
@@ -203,6 +225,8 @@ class _HostAccess(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HISTORY:
+            return self.recorder.history(func, *args)
         if func in HOST_READS:
             return self.recorder.read(func, args, kwargs or {})
         if func in _MAKERS:
@@ -213,12 +237,13 @@ class _HostAccess(TorchFunctionMode):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Writes down every op that runs while it is entered."""
 
-    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
+    def __init__(self, model: nn.Module, inputs: list[Tensor], grad: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = Recording(model.training)
+        self.recording = Recording(model.training, grad)
         self._known: dict[int, int] = {}  # id of a tensor -> its value
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
         self._paused = self._making = False
+        self.apart = False  # whether weights were used where autograd does not follow, or keeps something else
         self.path: list[str] = [""]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.recording.tensors[self._value(tensor)] = name
@@ -273,6 +298,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             return out
         func = _ONE_NAME.get(func, func)
         call = Op(func, map_leaves(self._argument, args), map_leaves(self._argument, kwargs), (), self.path[-1])
+        if self.recording.grad and not self.recording.tensors.keys().isdisjoint(call.inputs()):
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            self.apart |= hooks is not None or not torch.is_grad_enabled()
         out = self.run(call, args, kwargs)
         outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
         result = None if any(leaf is not None for leaf in outs) else out
@@ -298,6 +326,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._note_read([value], HOST_READS[func], copy.deepcopy(result))
         return result
 
+    def history(self, func: Any, tensor: Tensor) -> Any:
+        """What the tensor would say of its gradient above autograd: activations have one if gradients are on."""
+        if self._known.get(id(tensor)) in (None, *self.recording.tensors, *self.recording.inputs):
+            return func(tensor)
+        return _HISTORY[func](self.recording.grad and torch.is_grad_enabled() and tensor.is_floating_point())
+
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor of numbers, which may depend on a width, or use them as an index."""
         is_size = func is Tensor.new and all(isinstance(item, (int, torch.Size)) for item in args[1:])
@@ -316,6 +350,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _note_read(self, values: list[int], way: str, result: Any) -> None:
         self.recording.reads.append(Read(tuple(values), way, self.path[-1] or "the model", result))
+
+
+_WORLD = threading.RLock()  # threads that trace wait for each other: random states and switches are everybody's
 
 
 @contextlib.contextmanager
@@ -354,27 +391,44 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
         module.register_forward_hook(leave, always_call=True)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
     below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)
-    grad = torch.set_grad_enabled(model.training)  # some models ask whether it is on: in training it is
-    with untouched_world(device), grad, below, recorder, host, _noted_checkpoints(recorder.recording):
+    with _WORLD, untouched_world(device), torch.set_grad_enabled(recorder.recording.grad), below, recorder, host:
         outputs = tensors_in(call_model(model, example))
         recorder.recording.outputs = [recorder._argument(tensor).value for tensor in outputs]
     return recorder.recording
 
 
-@contextlib.contextmanager
-def _noted_checkpoints(recording: Recording) -> Iterator[None]:
-    """Activation checkpointing leaves no op behind; all its ways ask for the device of their arguments."""
-    infer = checkpoint._infer_device_type
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether any op takes a tensor that lives in one of some storages."""
 
-    def noted(*args: Any) -> Any:
-        recording.recomputes = True
-        return infer(*args)  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages, self.seen = set[int](), False
 
-    checkpoint._infer_device_type = noted
-    try:
-        yield
-    finally:
-        checkpoint._infer_device_type = infer
+    def __torch_dispatch__(self, func: Func, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in leaves((args, kwargs or {})):
+            self.seen |= isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self.storages
+        return func(*args, **(kwargs or {}))
+
+
+def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
+    """Whether the backward pass of a throw-away model looks up weights that its modules got after the forward pass."""
+
+    def graded(leaf: Any) -> Any:
+        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.detach().requires_grad_().clone() if real else leaf
+
+    watch = _Watch()
+    with _WORLD, untouched_world(device), torch.enable_grad():
+        outputs = tensors_in(call_model(model, map_leaves(graded, example)))
+        for module in model.modules():
+            for name, old in module._parameters.items():
+                if old is not None:
+                    new = module._parameters[name] = nn.Parameter(old.detach().clone(), old.requires_grad)
+                    watch.storages.add(new.untyped_storage()._cdata)
+        ends = [tensor for tensor in outputs if tensor.requires_grad]
+        with contextlib.suppress(Exception), watch:
+            torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
+    return watch.seen
 
 
 def meta_example(example: Any) -> Any:
@@ -382,8 +436,11 @@ def meta_example(example: Any) -> Any:
     return map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
 
 
-def record(model: nn.Module, example: Any, training: bool, device: str = "meta") -> Recording:
-    """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU."""
+def record(model: nn.Module, example: Any, training: bool, grad: bool | None = None, device: str = "meta") -> Recording:
+    """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU.
+
+    grad: whether gradients are on, in train mode by default.
+    """
     if device == "meta":
         twin = skeleton(model)
         example = meta_example(example)
@@ -392,7 +449,8 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
     before = _plain_state(twin)
-    recording = run_recorded(Recorder(twin, tensors_in(example)), twin, example)
+    recorder = Recorder(twin, tensors_in(example), training if grad is None else grad)
+    recording = run_recorded(recorder, twin, example)
     modules = dict(model.named_modules())
     changed = {key: now for key, now in _plain_state(twin).items() if now != before.get(key)}
     cached = {path for (path, _), now in changed.items() if not isinstance(now, str)}
@@ -403,6 +461,8 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
                 recording.caches[path, name] = held.detach().clone()
             else:
                 recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
+    if recorder.apart:
+        recording.recomputes = _recomputes(twin, example, device)
     return recording
 
 
@@ -420,13 +480,13 @@ def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     return found
 
 
-def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording:
+def record_anywhere(model: nn.Module, example: Any, training: bool, grad: bool | None = None) -> Recording:
     """On the meta device; where the model looks at values, on the CPU with the example's real ones."""
     try:
-        return record(model, example, training)
+        return record(model, example, training, grad)
     except Exception as on_meta_error:
         try:
-            return record(model, example, training, device="cpu")
+            return record(model, example, training, grad, device="cpu")
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise TraceError(f"The model fails in its own forward on this example input: {why}") from on_meta_error

@@ -49,8 +49,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
     def __init__(
         self, model: nn.Module, inputs: list[Tensor], coupling: Coupling, number: int, widths: Mapping[int, int]
     ) -> None:
-        super().__init__(model, inputs)
         self.facts, self.original = coupling.passes[number], coupling.passes[number].recording
+        super().__init__(model, inputs, self.original.grad)
         self.size = functools.cache(lambda layout: coupling.channels.width(layout, widths))  # many share their dims
         self.shapes = {value: tuple(map(self.size, dims)) for value, dims in self.facts.layouts.items()}  # predicted
         self.conflicts: list[Conflict] = []

@@ -47,6 +47,7 @@ def trace(
     strict: raise on an op without a rule and on values that decide in forward; bind no attribute by its value.
     """
     model = unwrap(model)
+    check_dense("The model", [*model.parameters(), *model.buffers()])
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     recordings, batch, notes = _record_modes(model, example_input)
     for note in _note_reads(recordings):
@@ -80,9 +81,16 @@ def trace(
 
 
 def check_example(example: object) -> None:
-    """Refuse an input without tensors or samples."""
+    """Refuse an input without tensors or samples, and tensors that are not dense."""
+    check_dense("The example input", tensors_in(example))
     if not tensors_in(example) or batch_of(example) == 0:
         raise TraceError("The example input must be a tensor, or a tuple or dict of them, whose dim 0 is the batch.")
+
+
+def check_dense(who: str, tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors that have no plain memory."""
+    if any(it.layout is not torch.strided or it.is_nested or it.is_quantized for it in tensors):
+        raise TraceError(f"{who} holds a sparse, nested or quantized tensor: only dense ones can be traced.")
 
 
 def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any, list[str]]:
@@ -105,11 +113,16 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any,
     read = (op.inputs()[0] for op in first.ops if op.name == "conv2d")
     if any(value in first.inputs and len(first.shapes[value]) == 3 for value in read):
         raise TraceError("A convolution takes the example input for one image: it needs a batch dim, as in 2x3x64x64.")
+    found = [first]
     try:
-        return [first, record_anywhere(model, several, training=True)], several, notes
+        found.append(record_anywhere(model, several, training=True))
     except TraceError as error:
         notes.append(f"train mode could not be recorded, so layers that run only there are unknown: {error}")
-        return [first], several, notes
+    for usual in list(found):  # some models ask whether gradients are on: in training they are
+        with contextlib.suppress(TraceError):
+            other = record_anywhere(model, several, usual.training, not usual.grad)
+            found[1:1] = [other] if other.ops != usual.ops else []
+    return found, several, notes
 
 
 def wrong_dtype(model: nn.Module, example: Any) -> str:
