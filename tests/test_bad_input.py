@@ -85,7 +85,8 @@ def test_networks_and_examples_that_cannot_be_traced(net: Any, example: Any) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_module_and_names_in_ignore() -> None:
     script = torch.jit.trace(copy.deepcopy(CHAIN).eval(), X)
-    refuse(TraceError, lambda: dmcp.trace(script, X), "TorchScript")
+    for net in (script, nn.Sequential(nn.ReLU(), script)):
+        refuse(TraceError, lambda net=net: dmcp.trace(net, X), "TorchScript")
     refuse(TraceError, lambda: dmcp.trace(CHAIN, X, ignore=["head", "cnv1"]), "ignore", "cnv1", "conv1")
     refuse(TraceError, lambda: dmcp.trace(CHAIN, X, ignore=["conv1", "conv2", "conv3"]), "prun")
 

@@ -24,7 +24,7 @@ class Odd(nn.Module):
         super().__init__()
         self.first, self.second, self.norm = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 3), nn.BatchNorm2d(12)
         self.third, self.head = nn.Conv2d(12, 12, 1), nn.Linear(12, 10)
-        self.middle, self.end, self.dice = middle, end, torch.Generator()
+        self.middle, self.end, self.dice, self.last = middle, end, torch.Generator(), None
 
     def forward(self, x: Tensor) -> Any:
         y = self.middle(self, self.norm(self.second(F.relu(self.first(x)))))
@@ -57,6 +57,18 @@ def halved(self: Any, y: Tensor, now: bool) -> Tensor:
     return self.third(y[:, :6].repeat(1, 2, 1, 1) if now else y)
 
 
+def around_an_error(self: Any, y: Tensor) -> Tensor:
+    try:
+        return self.third(y + y[:, :5])
+    except RuntimeError:
+        return self.third(2 * y)
+
+
+def remembering(self: Any, y: Tensor) -> Tensor:
+    before, self.last = self.last, y.detach()
+    return self.third(y if before is None or before.shape != y.shape else y + before)
+
+
 def with_indices(self: Any, y: Tensor) -> Tensor:
     y, places = F.max_pool2d(y, 2, return_indices=True)
     return self.third(y) + places.sum(1, keepdim=True) / 100
@@ -75,6 +87,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "dice of its own": lambda: Odd(
         lambda self, y: self.third(y * (1 + torch.rand(1, generator=self.dice).item() // 1))
     ),
+    "a way around an error": lambda: Odd(around_an_error),
     "gradients on": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled())),
     "gradients on in one mode": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled() != self.training)),
     "a history": lambda: Odd(lambda self, y: halved(self, y, y.requires_grad and not y.is_leaf)),
@@ -118,8 +131,22 @@ def test_verify_takes_other_inputs() -> None:
         assert dmcp.verify(model, graph, x.half()) == 0
         with pytest.raises(dmcp.CutError):
             dmcp.verify(model, graph, torch.randn(1, 3, 16, 16))
+    model = Odd(lambda self, y: (y.requires_grad and y.register_hook(lambda it: it / it.shape[1]), self.third(y))[1])
+    with pytest.raises(dmcp.CutError, match="gradients"):
+        dmcp.verify(model, dmcp.trace(model, x), x)
     model = Odd(lambda self, y: F.conv2d(self.third(y), blur))  # not in float64
     assert dmcp.verify(model, dmcp.trace(model, x), x) < 1e-5
+
+
+def test_copies_that_would_not_stand_alone_are_refused() -> None:
+    named, hooked, ran = Odd(plain), Odd(lambda self, y: self.third(y) + self.last), Odd(remembering)
+    named.middle = lambda _, y: named.third(y)
+    hooked.third.register_forward_hook(lambda module, args, y: setattr(hooked, "last", y))
+    ran(torch.randn(2, 3, 12, 12))
+    for model, word in ((named, "holds the model"), (hooked, "holds the model"), (ran, "earlier run")):
+        with pytest.raises(dmcp.TraceError, match=word):
+            dmcp.trace(model, torch.randn(2, 3, 12, 12))
+    assert hooked.last is None
 
 
 def test_threads_leave_torch_as_it_was() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from dmcp.batches import device_of
 from dmcp.errors import CutError, WidthsError
 from dmcp.importance import magnitude, strongest
-from dmcp.modules import Cut, call_model, map_leaves, narrow, tensors_in, unwrap
+from dmcp.modules import Cut, call_model, index, map_leaves, narrow, tensors_in, unwrap
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.layout import atoms_of
@@ -52,49 +53,71 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: s
 def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Widths | None = None) -> float:
     """Compare the cut network with the gated one in eval mode, in float64 if it runs so; CutError if they differ.
 
-    Every cut checks shapes; this checks values, with gradients on and off. The input may be another one than was
-    traced, such as a larger image. Without widths each space is cut to about two thirds. Returns the largest
-    difference, as a share of the largest output.
+    Every cut checks shapes; this checks values, with gradients on and off, and gradients. The input may be another one
+    than was traced, such as a larger image. Without widths each space is cut to about two thirds. Returns the largest
+    difference, as a share of the largest number.
     """
     model = unwrap(model)
     check_example(example_input)
     home = torch.device("cpu") if device_of(model).type == "mps" else device_of(model)  # that has no float64
+    dtype: torch.dtype | None = torch.float64
 
-    def given(dtype: torch.dtype | None) -> Any:  # copies: a forward may write into them
-        def one(leaf: Any) -> Any:
+    def run(network: Callable[[Any], Any]) -> list[Tensor]:
+        def copied(leaf: Any) -> Any:  # a forward may write into it
             wanted = dtype if torch.is_tensor(leaf) and leaf.is_floating_point() else None
             return leaf.to(home, wanted, copy=True) if torch.is_tensor(leaf) else leaf
 
-        return map_leaves(one, example_input)
+        return tensors_in(network(map_leaves(copied, example_input)))
 
-    dtype: torch.dtype | None = torch.float64
+    twin = narrow(model, {}, {}).to(home).double().eval()
     try:
-        twin = narrow(model, {}, {}).to(home).double().eval()
-        call_model(twin, given(dtype))
+        run(partial(call_model, twin))
     except Exception:  # float32 is written into its code
         dtype, twin = None, narrow(model, {}, {}).to(home).eval()
     if widths is None:
         widths = graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
     net, small = Supernet(twin, graph), cut(twin, graph, widths)
-    gaps: list[Tensor] = []
+    gates, cuts, worst = net.hard(widths), graph.cuts(widths), 0.0
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            gated = tensors_in(net(given(dtype), net.hard(widths)))
+            gated = run(lambda x: net(x, gates))
             try:
-                found = tensors_in(call_model(small, given(dtype)))
-                wide = [[tensor.detach().to(torch.complex128) for tensor in it] for it in (gated, found)]
-                pairs = [(a, b.reshape(a.shape)) for a, b in zip(*wide, strict=True) if a.numel()]
+                found = run(partial(call_model, small))
+                gaps, wide = [_gap(gated, found)], dict[str, Tensor]()
+                with contextlib.suppress(RuntimeError):  # some cannot be trained in eval mode
+                    wide = _gradients(net.model, gated)
+                kept = [index(tensor, cuts.get(name, ())) for name, tensor in wide.items()]
+                gaps.append(_gap(kept, _gradients(small, found).values() if kept else ()))
             except Exception as error:
                 raise CutError(f"The cut network fails on this input, the gated one does not: {error}") from error
-        largest = max([float(a.abs().max()) for a, _ in pairs], default=1.0) or 1.0
-        gaps += [(a - b).abs().max().cpu() / largest for a, b in pairs]
-    worst = float(torch.stack(gaps).max()) if gaps else 0.0
-    if not worst < (_SAME if dtype else _CLOSE):
-        raise CutError(
-            f"The cut network differs from the gated one by {worst:.1e} of its output: something in this model's code "
-            "escapes the trace, or is not finite. Name the layers concerned in trace(..., ignore=[...])."
-        )
+        for what, gap in zip(("output", "gradients"), gaps, strict=False):
+            if not gap < (_SAME if dtype else _CLOSE):
+                raise CutError(
+                    f"The {what} of the cut network and of the gated one differ by {gap:.1e} of the largest number: "
+                    "something in this model's code escapes the trace, or is not finite. Name the layers concerned in "
+                    "trace(..., ignore=[...])."
+                )
+        worst = max(worst, *gaps)
     return worst
+
+
+def _gradients(model: nn.Module, outputs: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Of each parameter: that of the squares of the outputs."""
+    ends = [tensor.abs().square().sum() for tensor in outputs if tensor.requires_grad]
+    named = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad and ends}
+    found = torch.autograd.grad(ends, list(named.values()), allow_unused=True, materialize_grads=True) if ends else ()
+    return dict(zip(named, found, strict=True))
+
+
+def _gap(ones: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    """The largest difference, as a share of the largest number."""
+    gaps, largest = [0.0], 0.0
+    for pair in zip(ones, others, strict=True):
+        one, other = (it.detach() if it.is_complex() else it.detach().double() for it in pair)
+        if one.numel():
+            largest = max(largest, float(one.abs().max()))
+            gaps.append(float((one - other.reshape(one.shape)).abs().max()))
+    return float(torch.tensor(gaps, dtype=torch.float64).max()) / (largest or 1.0)  # NaN if one is
 
 
 # new weights

@@ -80,11 +80,11 @@ def narrow(
     """
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        small = _index(parameter.detach(), cuts.get(name, ()), meta)
+        small = index(parameter.detach(), cuts.get(name, ()), meta)
         memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
         memo[id(parameter)].__dict__.update(parameter.__dict__)
     for name, buffer in model.named_buffers():
-        memo.setdefault(id(buffer), _index(buffer.detach(), cuts.get(name, ()), meta))
+        memo.setdefault(id(buffer), index(buffer.detach(), cuts.get(name, ()), meta))
     for held in (held for module in model.modules() for held in vars(module).values()):
         if type(held) in (dict, OrderedDict) and not held:  # every module has a dozen of hooks, slow to copy
             memo[id(held)] = type(held)()
@@ -105,7 +105,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     return narrow(model, {}, {}, meta=True)
 
 
-def _index(tensor: Tensor, cut: Cut, meta: bool) -> Tensor:
+def index(tensor: Tensor, cut: Cut, meta: bool = False) -> Tensor:
     """A copy of the tensor with the chosen indices of each dim."""
     if meta:
         shape = [n if kept is None else len(kept) for n, kept in zip(tensor.shape, cut, strict=True)] if cut else None

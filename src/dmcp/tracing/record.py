@@ -9,7 +9,8 @@ import hashlib
 import random
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from dmcp.errors import TraceError
 from dmcp.modules import call_model, leaves, map_leaves, narrow, on_meta, skeleton, tensors_in
@@ -30,12 +32,19 @@ Shape = tuple[int, ...]
 # Ways out of torch that are no op; the others end in one that gives no tensor.
 HOST_READS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
 
-# Gradients are recorded below autograd, where nothing has a history.
-_HISTORY: dict[Any, Callable[[bool], Any]] = {
-    vars(torch._C.TensorBase)["requires_grad"].__get__: lambda graded: graded,
-    vars(torch._C.TensorBase)["is_leaf"].__get__: lambda graded: not graded,
-    vars(torch._C.TensorBase)["grad_fn"].__get__: lambda graded: object() if graded else None,
+# What activations say of their gradient; recorded below autograd they have none.
+_GETTERS = vars(torch._C.TensorBase)
+_HISTORY: dict[Any, Any] = {
+    _GETTERS["requires_grad"].__get__: True,
+    _GETTERS["is_leaf"].__get__: False,
+    _GETTERS["grad_fn"].__get__: object(),
+    Tensor.register_hook: RemovableHandle(OrderedDict()),
+    Tensor.retain_grad: None,
 }
+_ELSEWHERE = (
+    "Some function of the model, such as a lambda or a hook that __init__ made, holds the model itself, and so would "
+    "each copy of it: let it be a method, or let it use what it is called with."
+)
 
 # Their size follows from values, but torch does not tag them so.
 UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}
@@ -225,8 +234,12 @@ class _HostAccess(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HISTORY:
-            return self.recorder.history(func, *args)
+        if args and isinstance(args[0], Tensor):
+            self.recorder.touched.add(id(args[0]))
+            if func in _HISTORY and self.recorder.graded(args[0]):
+                return _HISTORY[func]
+        if func == _GETTERS["data"].__get__:  # no op
+            return self.recorder.alias(args[0], func(*args))
         if func in HOST_READS:
             return self.recorder.read(func, args, kwargs or {})
         if func in _MAKERS:
@@ -237,12 +250,14 @@ class _HostAccess(TorchFunctionMode):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Writes down every op that runs while it is entered."""
 
-    def __init__(self, model: nn.Module, inputs: list[Tensor], grad: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: list[Tensor], grad: bool, original: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording(model.training, grad)
         self._known: dict[int, int] = {}  # id of a tensor -> its value
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
         self._paused = self._making = False
+        self.touched: set[int] = set()  # ids of tensors that were asked for anything
+        self._elsewhere = {id(it) for it in (*original.parameters(), *original.buffers())} if original else set[int]()
         self.apart = False  # whether weights were used where autograd does not follow, or keeps something else
         self.path: list[str] = [""]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -261,6 +276,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if id(leaf) in self._elsewhere:
+            raise TraceError(_ELSEWHERE)
         if id(leaf) not in self._known:
             found = self._array(leaf)
             data = None if found is None else _digest(repr(found.shape).encode() + found.tobytes())
@@ -289,13 +306,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if self._paused:
             return func(*args, **kwargs)
         if func in _BIRTH or (func in _SAME_VALUE and id(args[0]) in self._known):
-            value = self._argument(args[0]).value
             if func is aten.lift_fresh.default and not self._making and not args[0].is_meta:  # torch.Tensor([2.0])
                 self._note_made(self._array(args[0]))
-            out = func(*args, **kwargs)
-            self._known[id(out)] = value
-            self._alive.append(out)
-            return out
+            return self.alias(args[0], func(*args, **kwargs))
         func = _ONE_NAME.get(func, func)
         call = Op(func, map_leaves(self._argument, args), map_leaves(self._argument, kwargs), (), self.path[-1])
         if self.recording.grad and not self.recording.tensors.keys().isdisjoint(call.inputs()):
@@ -326,11 +339,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._note_read([value], HOST_READS[func], copy.deepcopy(result))
         return result
 
-    def history(self, func: Any, tensor: Tensor) -> Any:
-        """What the tensor would say of its gradient above autograd: activations have one if gradients are on."""
-        if self._known.get(id(tensor)) in (None, *self.recording.tensors, *self.recording.inputs):
-            return func(tensor)
-        return _HISTORY[func](self.recording.grad and torch.is_grad_enabled() and tensor.is_floating_point())
+    def graded(self, tensor: Tensor) -> bool:
+        """Whether it would have a gradient above autograd: activations have one if gradients are on."""
+        others = (None, *self.recording.tensors, *self.recording.inputs)
+        return torch.is_grad_enabled() and tensor.is_floating_point() and self._known.get(id(tensor)) not in others
+
+    def alias(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """Note that another object is the same value."""
+        self._known[id(other)] = self._argument(tensor).value
+        self._alive.append(other)
+        return other
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor of numbers, which may depend on a width, or use them as an index."""
@@ -418,7 +436,7 @@ def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
         return leaf.detach().requires_grad_().clone() if real else leaf
 
     watch = _Watch()
-    with _WORLD, untouched_world(device), torch.enable_grad():
+    with contextlib.suppress(Exception), _WORLD, untouched_world(device), torch.enable_grad():
         outputs = tensors_in(call_model(model, map_leaves(graded, example)))
         for module in model.modules():
             for name, old in module._parameters.items():
@@ -426,7 +444,7 @@ def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
                     new = module._parameters[name] = nn.Parameter(old.detach().clone(), old.requires_grad)
                     watch.storages.add(new.untyped_storage()._cdata)
         ends = [tensor for tensor in outputs if tensor.requires_grad]
-        with contextlib.suppress(Exception), watch:
+        with watch:
             torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
     return watch.seen
 
@@ -448,14 +466,21 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool | None = N
         twin = narrow(model, {}, {}).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
-    before = _plain_state(twin)
-    recorder = Recorder(twin, tensors_in(example), training if grad is None else grad)
-    recording = run_recorded(recorder, twin, example)
+    before, _alive = _plain_state(twin), [vars(module).copy() for module in twin.modules()]
+    recorder = Recorder(twin, tensors_in(example), training if grad is None else grad, model)
+    with _unchanged(model):
+        recording = run_recorded(recorder, twin, example)
     modules = dict(model.named_modules())
     changed = {key: now for key, now in _plain_state(twin).items() if now != before.get(key)}
     cached = {path for (path, _), now in changed.items() if not isinstance(now, str)}
-    for path, name in changed:
+    for (path, name), now in changed.items():
         if path in cached:
+            old, known = before.get((path, name)), recorder._known
+            depends = isinstance(now, int) and known.get(now, -1) not in recording.own
+            if depends and isinstance(old, int) and old in recorder.touched | known.keys():
+                raise TraceError(
+                    f"forward reads what an earlier run left in {path}.{name}: it must not, or set it to None."
+                )
             held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
             if isinstance(held, Tensor):
                 recording.caches[path, name] = held.detach().clone()
@@ -464,6 +489,24 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool | None = N
     if recorder.apart:
         recording.recomputes = _recomputes(twin, example, device)
     return recording
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Refuse what changes attributes of the model, and put them back."""
+    owned = [vars(module) for module in model.modules()]
+    owned += [held for own in owned for held in own.values() if type(held) is dict]
+    kept = [own.copy() for own in owned]
+    try:
+        yield
+    finally:
+        pairs = zip(owned, kept, strict=True)
+        changed = [(now, old) for now, old in pairs if [*map(id, now.values())] != [*map(id, old.values())]]
+        for now, old in changed:
+            now.clear()
+            now.update(old)
+        if changed:
+            raise TraceError(_ELSEWHERE)
 
 
 def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -484,9 +527,15 @@ def record_anywhere(model: nn.Module, example: Any, training: bool, grad: bool |
     """On the meta device; where the model looks at values, on the CPU with the example's real ones."""
     try:
         return record(model, example, training, grad)
+    except TraceError:
+        raise
     except Exception as on_meta_error:
         try:
             return record(model, example, training, grad, device="cpu")
+        except TraceError:
+            raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise TraceError(f"The model fails in its own forward on this example input: {why}") from on_meta_error
+            raise TraceError(
+                f"forward fails on this example input, or only while it is traced: {why}"
+            ) from on_meta_error

@@ -67,6 +67,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)  # NumPy's numbers have data
         number = len(self.recording.ops)
         if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
+            compute(call.func, args, kwargs)  # what fails here may have failed in the wide model, which went on
             raise _AstrayError(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
         expected = self.original.ops[number]
         if not any(value is not None for value in expected.outs):

@@ -48,6 +48,9 @@ def trace(
     """
     model = unwrap(model)
     check_dense("The model", [*model.parameters(), *model.buffers()])
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(f"{name} is a TorchScript module, which hides its layers: give the Python module instead.")
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     recordings, batch, notes = _record_modes(model, example_input)
     for note in _note_reads(recordings):
