@@ -61,7 +61,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DataParallel, DistributedDataParallel or torch.compile; others are refused."""
     while True:
         check_module(model)
-        if isinstance(model, torch.jit.ScriptModule):
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise TraceError("A TorchScript module cannot be pruned: give the Python module it was made from.")
         inner = getattr(model, "_orig_mod", None)  # torch.compile
         if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -33,10 +33,7 @@ class Supernet(nn.Module):
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError("This graph was traced from another architecture: trace this model.")
         if any(recording.recomputes for recording in graph.recordings):
-            raise WidthsError(
-                "The backward pass computes layers once more, without their gates, as activation checkpointing and "
-                "reversible blocks do: switch that off and trace the model again."
-            )
+            raise WidthsError("Layers that are computed again in the backward pass lose their gates: switch that off.")
         self.model = narrow(model, {}, {})
         self.graph = graph
         spaces = [space.size for space in graph.spaces]

@@ -262,10 +262,7 @@ class ChannelGraph:
                 op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
                 place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
                 why = outcome.stopped or "a shape or number in it does not follow the width"
-                raise CutError(
-                    f"At these widths {place} does not do what the trace predicts: {why}. Choose others, or name the "
-                    "layers concerned in trace(..., ignore=[...])."
-                )
+                raise CutError(f"At these widths {place} does not do what the trace predicts: {why}. Choose others.")
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""

@@ -41,6 +41,7 @@ _HISTORY: dict[Any, Any] = {
     Tensor.register_hook: RemovableHandle(OrderedDict()),
     Tensor.retain_grad: None,
 }
+_DATA = _GETTERS["data"].__get__
 _ELSEWHERE = (
     "Some function of the model, such as a lambda or a hook that __init__ made, holds the model itself, and so would "
     "each copy of it: let it be a method, or let it use what it is called with."
@@ -179,12 +180,8 @@ class Recording:
         """Names of tensors that the pass writes into, such as running statistics: others in their place lose that."""
         found: set[int] = set()
         for op in self.ops:
-            arguments = op.arguments()
-            if op.name in ("batch_norm", "instance_norm"):
-                names = ["running_mean", "running_var"]
-            else:
-                names = [it.name for it in op.func._schema.arguments if it.alias_info and it.alias_info.is_write]
-            for leaf in leaves([arguments[name] for name in names]):
+            statistics = (op.arguments().get(f"running_{it}") for it in ("mean", "var"))
+            for leaf in (*op.args[: op.func._schema.is_mutable], *statistics):
                 found |= self.own.get(leaf.value, frozenset()) if isinstance(leaf, Ref) else set()
         return {self.tensors[value] for value in found}
 
@@ -238,7 +235,7 @@ class _HostAccess(TorchFunctionMode):
             self.recorder.touched.add(id(args[0]))
             if func in _HISTORY and self.recorder.graded(args[0]):
                 return _HISTORY[func]
-        if func == _GETTERS["data"].__get__:  # no op
+        if func == _DATA:  # no op
             return self.recorder.alias(args[0], func(*args))
         if func in HOST_READS:
             return self.recorder.read(func, args, kwargs or {})
@@ -250,14 +247,15 @@ class _HostAccess(TorchFunctionMode):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Writes down every op that runs while it is entered."""
 
-    def __init__(self, model: nn.Module, inputs: list[Tensor], grad: bool, original: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module, inputs: list[Tensor], grad: bool, source: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording(model.training, grad)
         self._known: dict[int, int] = {}  # id of a tensor -> its value
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
         self._paused = self._making = False
         self.touched: set[int] = set()  # ids of tensors that were asked for anything
-        self._elsewhere = {id(it) for it in (*original.parameters(), *original.buffers())} if original else set[int]()
+        self.source = source
+        self._elsewhere = {id(it) for it in (*source.parameters(), *source.buffers())} if source else set[int]()
         self.apart = False  # whether weights were used where autograd does not follow, or keeps something else
         self.path: list[str] = [""]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -311,9 +309,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             return self.alias(args[0], func(*args, **kwargs))
         func = _ONE_NAME.get(func, func)
         call = Op(func, map_leaves(self._argument, args), map_leaves(self._argument, kwargs), (), self.path[-1])
-        if self.recording.grad and not self.recording.tensors.keys().isdisjoint(call.inputs()):
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            self.apart |= hooks is not None or not torch.is_grad_enabled()
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if self.recording.grad and (hooked or not torch.is_grad_enabled()):
+            self.apart |= not self.recording.tensors.keys().isdisjoint(call.inputs())
         out = self.run(call, args, kwargs)
         outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
         result = None if any(leaf is not None for leaf in outs) else out
@@ -374,28 +372,36 @@ _WORLD = threading.RLock()  # threads that trace wait for each other: random sta
 
 
 @contextlib.contextmanager
-def untouched_world(device: str) -> Iterator[None]:
-    """Every random state and global switch is afterwards as it was before."""
-    python, numpy_state = random.getstate(), np.random.get_state()
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(gpus))
-            random.seed(0)  # every recording and replay has the same random numbers
-            np.random.seed(0)
-            torch.default_generator.manual_seed(0)
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            if device == "meta":
-                stack.enter_context(torch.device("meta"))
+def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[None]:
+    """Random states, global switches and attributes of the model are afterwards as before; no copy may change those."""
+    owned = [vars(module) for module in (original.modules() if original else ())]
+    owned += [held for own in owned for held in own.values() if type(held) is dict]
+    kept = [own.copy() for own in owned]
+    with _WORLD, contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.random.fork_rng(gpus))
+        random.seed(0)  # every recording and replay has the same random numbers
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if device == "meta":
+            stack.enter_context(torch.device("meta"))
+        try:
             yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        random.setstate(python)
-        np.random.set_state(numpy_state)
+        finally:
+            pairs = zip(owned, kept, strict=True)
+            changed = [(now, old) for now, old in pairs if [*map(id, now.values())] != [*map(id, old.values())]]
+            for now, old in changed:
+                now.clear()
+                now.update(old)
+            if changed:
+                raise TraceError(_ELSEWHERE)
 
 
 def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
@@ -409,44 +415,29 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
         module.register_forward_hook(leave, always_call=True)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
     below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)
-    with _WORLD, untouched_world(device), torch.set_grad_enabled(recorder.recording.grad), below, recorder, host:
+    grad = recorder.recording.grad  # some models ask whether it is on
+    with untouched_world(device, recorder.source), torch.set_grad_enabled(grad), below, recorder, host:
         outputs = tensors_in(call_model(model, example))
         recorder.recording.outputs = [recorder._argument(tensor).value for tensor in outputs]
     return recorder.recording
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether any op takes a tensor that lives in one of some storages."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages, self.seen = set[int](), False
-
-    def __torch_dispatch__(self, func: Func, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in leaves((args, kwargs or {})):
-            self.seen |= isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self.storages
-        return func(*args, **(kwargs or {}))
-
-
 def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
-    """Whether the backward pass of a throw-away model looks up weights that its modules got after the forward pass."""
+    """Whether the backward pass of a throw-away model asks its modules for weights, which they have no longer."""
 
     def graded(leaf: Any) -> Any:
         real = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.detach().requires_grad_().clone() if real else leaf
 
-    watch = _Watch()
-    with contextlib.suppress(Exception), _WORLD, untouched_world(device), torch.enable_grad():
+    with contextlib.suppress(Exception), untouched_world(device), torch.enable_grad():
         outputs = tensors_in(call_model(model, map_leaves(graded, example)))
         for module in model.modules():
-            for name, old in module._parameters.items():
-                if old is not None:
-                    new = module._parameters[name] = nn.Parameter(old.detach().clone(), old.requires_grad)
-                    watch.storages.add(new.untyped_storage()._cdata)
-        ends = [tensor for tensor in outputs if tensor.requires_grad]
-        with watch:
-            torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
-    return watch.seen
+            module._parameters.clear()
+        try:
+            torch.autograd.backward([tensor.abs().sum() for tensor in outputs if tensor.requires_grad])
+        except AttributeError:
+            return True
+    return False
 
 
 def meta_example(example: Any) -> Any:
@@ -454,11 +445,8 @@ def meta_example(example: Any) -> Any:
     return map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
 
 
-def record(model: nn.Module, example: Any, training: bool, grad: bool | None = None, device: str = "meta") -> Recording:
-    """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU.
-
-    grad: whether gradients are on, in train mode by default.
-    """
+def record(model: nn.Module, example: Any, training: bool, grad: bool = False, device: str = "meta") -> Recording:
+    """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU."""
     if device == "meta":
         twin = skeleton(model)
         example = meta_example(example)
@@ -467,9 +455,8 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool | None = N
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
     before, _alive = _plain_state(twin), [vars(module).copy() for module in twin.modules()]
-    recorder = Recorder(twin, tensors_in(example), training if grad is None else grad, model)
-    with _unchanged(model):
-        recording = run_recorded(recorder, twin, example)
+    recorder = Recorder(twin, tensors_in(example), grad, model)
+    recording = run_recorded(recorder, twin, example)
     modules = dict(model.named_modules())
     changed = {key: now for key, now in _plain_state(twin).items() if now != before.get(key)}
     cached = {path for (path, _), now in changed.items() if not isinstance(now, str)}
@@ -478,9 +465,7 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool | None = N
             old, known = before.get((path, name)), recorder._known
             depends = isinstance(now, int) and known.get(now, -1) not in recording.own
             if depends and isinstance(old, int) and old in recorder.touched | known.keys():
-                raise TraceError(
-                    f"forward reads what an earlier run left in {path}.{name}: it must not, or set it to None."
-                )
+                raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")
             held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
             if isinstance(held, Tensor):
                 recording.caches[path, name] = held.detach().clone()
@@ -489,24 +474,6 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool | None = N
     if recorder.apart:
         recording.recomputes = _recomputes(twin, example, device)
     return recording
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Refuse what changes attributes of the model, and put them back."""
-    owned = [vars(module) for module in model.modules()]
-    owned += [held for own in owned for held in own.values() if type(held) is dict]
-    kept = [own.copy() for own in owned]
-    try:
-        yield
-    finally:
-        pairs = zip(owned, kept, strict=True)
-        changed = [(now, old) for now, old in pairs if [*map(id, now.values())] != [*map(id, old.values())]]
-        for now, old in changed:
-            now.clear()
-            now.update(old)
-        if changed:
-            raise TraceError(_ELSEWHERE)
 
 
 def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -523,19 +490,15 @@ def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     return found
 
 
-def record_anywhere(model: nn.Module, example: Any, training: bool, grad: bool | None = None) -> Recording:
+def record_anywhere(model: nn.Module, example: Any, training: bool, grad: bool = False) -> Recording:
     """On the meta device; where the model looks at values, on the CPU with the example's real ones."""
-    try:
-        return record(model, example, training, grad)
-    except TraceError:
-        raise
-    except Exception as on_meta_error:
+    causes: list[Exception] = []
+    for device in ("meta", "cpu"):
         try:
-            return record(model, example, training, grad, device="cpu")
+            return record(model, example, training, grad, device)
         except TraceError:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise TraceError(
-                f"forward fails on this example input, or only while it is traced: {why}"
-            ) from on_meta_error
+            causes.append(error)
+    why = f"{type(causes[1]).__name__}: {causes[1]}"
+    raise TraceError(f"forward fails on this example input, or only while it is traced: {why}") from causes[0]

@@ -48,9 +48,6 @@ def trace(
     """
     model = unwrap(model)
     check_dense("The model", [*model.parameters(), *model.buffers()])
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(f"{name} is a TorchScript module, which hides its layers: give the Python module instead.")
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     recordings, batch, notes = _record_modes(model, example_input)
     for note in _note_reads(recordings):
@@ -118,7 +115,7 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any,
         raise TraceError("A convolution takes the example input for one image: it needs a batch dim, as in 2x3x64x64.")
     found = [first]
     try:
-        found.append(record_anywhere(model, several, training=True))
+        found.append(record_anywhere(model, several, training=True, grad=True))
     except TraceError as error:
         notes.append(f"train mode could not be recorded, so layers that run only there are unknown: {error}")
     for usual in list(found):  # some models ask whether gradients are on: in training they are
