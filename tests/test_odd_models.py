@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -69,6 +71,11 @@ def remembering(self: Any, y: Tensor) -> Tensor:
     return self.third(y if before is None or before.shape != y.shape else y + before)
 
 
+@functools.lru_cache
+def ramp(size: int) -> Tensor:
+    return torch.linspace(0, 1, size)
+
+
 def with_indices(self: Any, y: Tensor) -> Tensor:
     y, places = F.max_pool2d(y, 2, return_indices=True)
     return self.third(y) + places.sum(1, keepdim=True) / 100
@@ -87,6 +94,11 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "dice of its own": lambda: Odd(
         lambda self, y: self.third(y * (1 + torch.rand(1, generator=self.dice).item() // 1))
     ),
+    "a root": lambda: Odd(
+        lambda self, y: self.third(y) + (y * y).mean((2, 3), keepdim=True).sqrt().sum(1, keepdim=True)
+    ),
+    "a log line": lambda: Odd(lambda self, y: self.third(y if f"{y.sum():.1f}" else 2 * y)),
+    "a table kept elsewhere": lambda: Odd(lambda self, y: self.third(y * ramp(y.shape[-1]).to(y))),
     "a way around an error": lambda: Odd(around_an_error),
     "gradients on": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled())),
     "gradients on in one mode": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled() != self.training)),
@@ -111,7 +123,7 @@ def test_exact_in_every_mode(name: str) -> None:
     torch.manual_seed(0)
     model, x = NETS[name]().double(), torch.randn(4, 3, 12, 12).double()
     graph = dmcp.trace(model, x)
-    assert graph.spaces and "head" in [it.name for it in graph.unprunable]
+    assert dmcp.verify(model, graph, x) < 1e-12 and "head" in [it.name for it in graph.unprunable]
     widths = graph.widths([max(1, space.size // 2) for space in graph.spaces])
     net = dmcp.Supernet(model, graph)
     for training in (False, True):
@@ -140,10 +152,17 @@ def test_verify_takes_other_inputs() -> None:
 
 def test_copies_that_would_not_stand_alone_are_refused() -> None:
     named, hooked, ran = Odd(plain), Odd(lambda self, y: self.third(y) + self.last), Odd(remembering)
+    locked = Odd(plain)
+    locked.last = threading.Lock()
     named.middle = lambda _, y: named.third(y)
     hooked.third.register_forward_hook(lambda module, args, y: setattr(hooked, "last", y))
     ran(torch.randn(2, 3, 12, 12))
-    for model, word in ((named, "holds the model"), (hooked, "holds the model"), (ran, "earlier run")):
+    for model, word in (
+        (named, "holds the model"),
+        (hooked, "holds the model"),
+        (ran, "earlier run"),
+        (locked, "copied"),
+    ):
         with pytest.raises(dmcp.TraceError, match=word):
             dmcp.trace(model, torch.randn(2, 3, 12, 12))
     assert hooked.last is None

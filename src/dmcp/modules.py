@@ -91,8 +91,11 @@ def narrow(
         for one in held if type(held) in (list, tuple) else (held,):
             if isinstance(one, torch.Generator):  # its state must not land on the meta device
                 memo[id(one)] = one.clone_state()
-    with _Copying(meta):
-        small_model = copy.deepcopy(model, memo)
+    try:
+        with _Copying(meta):
+            small_model = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:  # a lock, an open file
+        raise TraceError(f"The model cannot be copied, as copy.deepcopy(model) shows: {error}.") from error
     for path, values in attributes.items():
         module = small_model.get_submodule(path)
         for attribute, value in values.items():

@@ -32,8 +32,12 @@ class Supernet(nn.Module):
         model = unwrap(model)
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError("This graph was traced from another architecture: trace this model.")
-        if any(recording.recomputes for recording in graph.recordings):
-            raise WidthsError("Layers that are computed again in the backward pass lose their gates: switch that off.")
+        gated = {fold.tensor for fold in (*graph.hard_folds, *graph.soft_folds)}
+        if any(recording.recomputes or recording.keeps & gated for recording in graph.recordings):
+            raise WidthsError(
+                "Layers that are computed again in the backward pass (checkpointing, reversible blocks), or whose "
+                "computed weights are kept for later runs, lose their gates: switch that off."
+            )
         self.model = narrow(model, {}, {})
         self.graph = graph
         spaces = [space.size for space in graph.spaces]

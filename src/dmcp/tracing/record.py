@@ -31,6 +31,7 @@ Shape = tuple[int, ...]
 
 # Ways out of torch that are no op; the others end in one that gives no tensor.
 HOST_READS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
+HOST_READS[Tensor.__format__] = "format"
 
 # What activations say of their gradient; recorded below autograd they have none.
 _GETTERS = vars(torch._C.TensorBase)
@@ -156,6 +157,7 @@ class Recording:
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
     made: list[tuple[int, str, list[float]]] = field(default_factory=list)  # ops before, module, numbers made tensors
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
+    keeps: set[str] = field(default_factory=set)  # tensors from which attributes were computed for later runs
     recomputes: bool = False  # whether the backward pass takes weights from modules (activation checkpointing)
 
     @functools.cached_property
@@ -464,6 +466,8 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
         if path in cached:
             old, known = before.get((path, name)), recorder._known
             depends = isinstance(now, int) and known.get(now, -1) not in recording.own
+            if isinstance(now, int):
+                recording.keeps |= {recording.tensors[it] for it in recording.own.get(known.get(now, -1), ())}
             if depends and isinstance(old, int) and old in recorder.touched | known.keys():
                 raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")
             held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module

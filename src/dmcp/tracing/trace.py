@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import TraceError
-from dmcp.modules import batch_of, map_leaves, rebatch, skeleton, tensors_in, unwrap
+from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, skeleton, tensors_in, unwrap
 from dmcp.tracing.cost import Terms, moments, product, total
 from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
 from dmcp.tracing.gates import Fold, plan_folds
 from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
 from dmcp.tracing.layout import Atom, fixed
-from dmcp.tracing.record import Func, Op, Recording, Ref, meta_example, record, record_anywhere
+from dmcp.tracing.record import Func, Op, Recording, Ref, meta_example, record, record_anywhere, untouched_world
 from dmcp.tracing.replay import ReplayContext, Resolver
 from dmcp.tracing.rules import RULES, find_rule, unknown
 from dmcp.widths import ChannelSpace, fingerprint, tuples
@@ -97,6 +97,9 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any,
     """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
     check_example(example)
     several, notes = example, list[str]()
+    with contextlib.suppress(Exception), untouched_world("cpu", model), torch.no_grad():
+        one = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rebatch(example, 1))
+        call_model(narrow(model, {}, {}).eval(), one)  # what it keeps outside of itself for later runs has data then
     if batch_of(example) is None:
         notes.append("the inputs do not share their first dim, so macs are of the whole example, not of one sample")
     else:
