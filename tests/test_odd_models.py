@@ -34,19 +34,12 @@ class Odd(nn.Module):
 
 
 class Repeated(Odd):
-    """One block under three names, and its layers under a fourth."""
+    """One block under three names, its layers under a fourth, and a weight in two modules."""
 
     def __init__(self) -> None:
-        super().__init__(lambda self, y: self.again(self.blocks[2](self.blocks[1](self.blocks[0](y)))))
-        block = nn.Sequential(nn.Conv2d(12, 12, 1), nn.BatchNorm2d(12), nn.ReLU())
+        super().__init__(lambda self, y: self.again(self.blocks[2](self.other(self.blocks[1](self.blocks[0](y))))))
+        block = nn.Sequential(self.third, nn.BatchNorm2d(12), nn.ReLU())
         self.blocks, self.again = nn.ModuleList([block] * 3), nn.Sequential(block[0], nn.ReLU())
-
-
-class Tied(Odd):
-    """Two modules with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda self, y: self.third(self.other(y)))
         self.other = nn.Conv2d(12, 12, 1)
         self.other.weight = self.third.weight
 
@@ -82,8 +75,7 @@ def with_indices(self: Any, y: Tensor) -> Tensor:
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
-    "a module under several names": Repeated,
-    "a weight in two modules": Tied,
+    "a module under several names, a weight in two modules": Repeated,
     "an object": lambda: Odd(plain, lambda y: SimpleNamespace(logits=y)),
     "an object that holds itself, beside logits": lambda: Odd(plain, lambda y: (y, knot(y))),
     "values of a dict": lambda: Odd(plain, lambda y: {"logits": y}.values()),
