@@ -64,18 +64,16 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
 
     def run(network: Callable[[Any], Any]) -> list[Tensor]:
         def copied(leaf: Any) -> Any:  # a forward may write into it
-            wanted = dtype if torch.is_tensor(leaf) and leaf.is_floating_point() else None
-            return leaf.to(home, wanted, copy=True) if torch.is_tensor(leaf) else leaf
+            real = torch.is_tensor(leaf) and leaf.is_floating_point()
+            return leaf.to(home, dtype if real else None, copy=True) if torch.is_tensor(leaf) else leaf
 
         return tensors_in(network(map_leaves(copied, example_input)))
 
-    twin = narrow(model, {}, {}).to(home).double().eval()
     try:
-        run(partial(call_model, twin))
+        run(partial(call_model, twin := narrow(model, {}, {}).to(home, dtype).eval()))
     except Exception:  # float32 is written into its code
         dtype, twin = None, narrow(model, {}, {}).to(home).eval()
-    if widths is None:
-        widths = graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
+    widths = widths or graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
     net, small = Supernet(twin, graph), cut(twin, graph, widths)
     gates, cuts, worst = net.hard(widths), graph.cuts(widths), 0.0
     for grad in (False, True):
@@ -90,7 +88,7 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
                 gaps.append(_gap(kept, _gradients(small, found).values() if kept else ()))
             except Exception as error:
                 raise CutError(f"The cut network fails on this input, the gated one does not: {error}") from error
-        for what, gap in zip(("output", "gradients"), gaps, strict=False):
+        for what, gap in zip(("output", "gradients"), gaps, strict=True):
             if not gap < (_SAME if dtype else _CLOSE):
                 raise CutError(
                     f"The {what} of the cut network and of the gated one differ by {gap:.1e} of the largest number: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,8 +35,7 @@ class Supernet(nn.Module):
         gated = {fold.tensor for fold in (*graph.hard_folds, *graph.soft_folds)}
         if any(recording.recomputes or recording.keeps & gated for recording in graph.recordings):
             raise WidthsError(
-                "Layers that are computed again in the backward pass (checkpointing, reversible blocks), or whose "
-                "computed weights are kept for later runs, lose their gates: switch that off."
+                "Layers computed again in the backward pass, or whose weights are kept, lose gates: end that."
             )
         self.model = narrow(model, {}, {})
         self.graph = graph
@@ -93,13 +92,13 @@ class Supernet(nn.Module):
 
     def unfolded(self) -> dict[str, Tensor]:
         """What `fold` gives for gates that are all open, without any computation."""
-        tensors = {name: _tensor(self.model, name) for name in self._hard.names}
+        tensors = {name: attrgetter(name)(self.model) for name in self._hard.names}
         return _everywhere({name: tensor.view_as(tensor) for name, tensor in tensors.items()}, self._ties)
 
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
         table = self._hard if gates.dtype == torch.bool else self._soft
-        return _everywhere(table.fold(partial(_tensor, self.model), gates), self._ties)
+        return _everywhere(table.fold(lambda name: attrgetter(name)(self.model), gates), self._ties)
 
 
 def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:
@@ -181,13 +180,6 @@ def _gate_index(fold: GateFold, offsets: list[int]) -> Tensor:
         ones = torch.full((depth - len(rows), count), offsets[-1])
         columns.append(torch.cat([rows.reshape(-1, count), ones]))
     return torch.cat(columns, dim=1)
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor = getattr(model.get_submodule(owner), leaf)
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 # one sub-network that is really narrow

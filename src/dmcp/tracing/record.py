@@ -43,10 +43,7 @@ _HISTORY: dict[Any, Any] = {
     Tensor.retain_grad: None,
 }
 _DATA = _GETTERS["data"].__get__
-_ELSEWHERE = (
-    "Some function of the model, such as a lambda or a hook that __init__ made, holds the model itself, and so would "
-    "each copy of it: let it be a method, or let it use what it is called with."
-)
+_ELSEWHERE = "A lambda or hook of the model holds the model itself; copies would use the original: make it a method."
 
 # Their size follows from values, but torch does not tag them so.
 UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}

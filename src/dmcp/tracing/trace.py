@@ -47,7 +47,6 @@ def trace(
     strict: raise on an op without a rule and on values that decide in forward; bind no attribute by its value.
     """
     model = unwrap(model)
-    check_dense("The model", [*model.parameters(), *model.buffers()])
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     recordings, batch, notes = _record_modes(model, example_input)
     for note in _note_reads(recordings):
@@ -80,22 +79,17 @@ def trace(
     return _graph(model, context, (hard, soft), notes, exact)
 
 
-def check_example(example: object) -> None:
-    """Refuse an input without tensors or samples, and tensors that are not dense."""
-    check_dense("The example input", tensors_in(example))
+def check_example(example: object, *others: Tensor) -> None:
+    """Refuse an input without tensors or samples, and tensors, also others, that are not dense."""
+    if any(it.layout is not torch.strided or it.is_nested or it.is_quantized for it in (*tensors_in(example), *others)):
+        raise TraceError("A sparse, nested or quantized tensor, of the input or of the model, cannot be traced.")
     if not tensors_in(example) or batch_of(example) == 0:
         raise TraceError("The example input must be a tensor, or a tuple or dict of them, whose dim 0 is the batch.")
 
 
-def check_dense(who: str, tensors: Iterable[Tensor]) -> None:
-    """Refuse tensors that have no plain memory."""
-    if any(it.layout is not torch.strided or it.is_nested or it.is_quantized for it in tensors):
-        raise TraceError(f"{who} holds a sparse, nested or quantized tensor: only dense ones can be traced.")
-
-
 def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any, list[str]]:
     """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
-    check_example(example)
+    check_example(example, *model.parameters(), *model.buffers())
     several, notes = example, list[str]()
     with contextlib.suppress(Exception), untouched_world("cpu", model), torch.no_grad():
         one = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rebatch(example, 1))
