@@ -459,12 +459,13 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
     modules = dict(model.named_modules())
     changed = {key: now for key, now in _plain_state(twin).items() if now != before.get(key)}
     cached = {path for (path, _), now in changed.items() if not isinstance(now, str)}
+    computed: dict[tuple[str, str], set[str]] = {}  # from weights
     for (path, name), now in changed.items():
         if path in cached:
             old, known = before.get((path, name)), recorder._known
             depends = isinstance(now, int) and known.get(now, -1) not in recording.own
-            if isinstance(now, int):
-                recording.keeps |= {recording.tensors[it] for it in recording.own.get(known.get(now, -1), ())}
+            if isinstance(now, int) and (sources := recording.own.get(known.get(now, -1))):
+                computed[path, name] = {recording.tensors[it] for it in sources}
             if depends and isinstance(old, int) and old in recorder.touched | known.keys():
                 raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")
             held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
@@ -472,6 +473,10 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
                 recording.caches[path, name] = held.detach().clone()
             else:
                 recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
+    if computed:
+        run_recorded(Recorder(twin, tensors_in(example), grad), twin, example)
+        still = _plain_state(twin)
+        recording.keeps.update(*(names for key, names in computed.items() if still[key] == changed[key]))
     if recorder.apart:
         recording.recomputes = _recomputes(twin, example, device)
     return recording
