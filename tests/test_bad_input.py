@@ -38,6 +38,21 @@ class Failing(nn.Conv2d):
         return "nothing"
 
 
+class Listing(nn.Conv2d):
+    """Gives tensors that can be read once."""
+
+    def forward(self, x: Tensor) -> Any:
+        return iter([super().forward(x)])
+
+
+class Sparse(nn.Identity):
+    """Holds a tensor that is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.eye(2).to_sparse())
+
+
 class Secret(nn.Module):
     """An op without a rule."""
 
@@ -50,6 +65,10 @@ UNTRACEABLE: list[tuple[Any, Any]] = [
     (CHAIN, torch.randn(2, 3, 17, 17)),  # the linear after the flatten does not fit
     (CHAIN, (X, X)),
     (CHAIN, torch.zeros(2, 3, 4, 9, 9)),
+    (CHAIN, X.to_sparse()),
+    (CHAIN, torch.nested.nested_tensor([*X], layout=torch.jagged)),
+    (nn.Sequential(CHAIN, Sparse()), X),
+    (Listing(3, 8, 3), X),
     *((CHAIN, wrong) for wrong in (None, "3x11x11", [1, 2], {}, ())),
     (nn.Linear(4, 2), torch.randn(2, 4)),
     (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)), torch.zeros(3, 32, 32)),
@@ -66,7 +85,8 @@ def test_networks_and_examples_that_cannot_be_traced(net: Any, example: Any) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_module_and_names_in_ignore() -> None:
     script = torch.jit.trace(copy.deepcopy(CHAIN).eval(), X)
-    refuse(TraceError, lambda: dmcp.trace(script, X), "TorchScript")
+    for net in (script, nn.Sequential(nn.ReLU(), script)):
+        refuse(TraceError, lambda net=net: dmcp.trace(net, X), "TorchScript")
     refuse(TraceError, lambda: dmcp.trace(CHAIN, X, ignore=["head", "cnv1"]), "ignore", "cnv1", "conv1")
     refuse(TraceError, lambda: dmcp.trace(CHAIN, X, ignore=["conv1", "conv2", "conv3"]), "prun")
 
@@ -91,6 +111,10 @@ def test_widths_and_channels_that_do_not_fit() -> None:
         refuse(WidthsError, lambda it=it: dmcp.cut(CHAIN, graph, {"conv1": it}), "conv1")  # type: ignore[misc]
     for table in (torch.ones(4, 2), torch.ones(4, 4, dtype=torch.int64), torch.ones(1, 1, 3)):
         refuse(WidthsError, lambda table=table: graph.macs(table), "3")  # type: ignore[misc]
+    net = dmcp.Supernet(CHAIN, graph)
+    for row in ([0, 1, 1], [1, 1, 7], [1, 1, float("nan")]):
+        refuse(WidthsError, lambda row=row: graph.macs(torch.tensor([row])))  # type: ignore[misc]
+        refuse(WidthsError, lambda row=row: net.hard(torch.tensor(row)))  # type: ignore[misc]
     assert all(torch.equal(value, before[name]) for name, value in CHAIN.state_dict().items())
 
 

@@ -97,9 +97,10 @@ def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
     """What a loss gives, if it can be trained on."""
     with _noted("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
         value = loss(output, batch)
-    if not isinstance(value, Tensor) or value.ndim or (torch.is_grad_enabled() and not value.requires_grad):
+    usable = isinstance(value, Tensor) and not value.ndim and not value.is_complex()
+    if not usable or (torch.is_grad_enabled() and not value.requires_grad):
         raise TrainingError(
-            f"A loss must return a tensor of one number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
+            f"A loss must return one real number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
             "return a mean over the samples, and leave out .item(), .detach() and argmax."
         )
     return value

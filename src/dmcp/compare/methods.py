@@ -212,7 +212,7 @@ def _losses(
     def losses(widths: Tensor) -> Tensor:
         rows: list[Tensor] = []
         for row in widths.to(resolved.device):  # nothing waits for the device until all trials are queued
-            gates = net.hard(row)
+            gates = net.first(row)
             rows.append(torch.stack([run(batch, gates) for batch in batches]) @ weights)
         return mean_values(torch.stack(rows), int(sizes.sum()), current()).cpu().double()
 
