@@ -1,4 +1,4 @@
-"""AMC, MetaPruning and direct sampling, which are methods of one's own: they find what is planted, in one command."""
+"""SFP, FPGM, AMC, MetaPruning and direct sampling, which are methods of one's own: what is planted, in one command."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planted import Batches, heard, planted_problem
+import torch
+from planted import SIGNS, Batches, heard, planted_problem
+from test_magnitude import WEAK, residual_problem, small, weak_problem
 from test_runner import cells, here, typed  # noqa: F401
+from torch import Tensor
 
 import dmcp
 from dmcp.compare.methods import DmcpConfig, choose, find_method
 from dmcp.errors import DataError
 from experiments.methods.amc import AmcConfig, DdpgConfig
 from experiments.methods.metapruning import MetaPruningConfig
+from experiments.methods.soft import SoftConfig, fpgm, prune_softly, sfp
 
 AMC, META = "experiments.methods.amc:amc", "experiments.methods.metapruning:metapruning"
-DIRECT = "experiments.methods.direct:direct"
+DIRECT, SFP = "experiments.methods.direct:direct", "experiments.methods.soft:sfp"
 AGENT = DdpgConfig(hidden=32, actor_lr=1e-3, critic_lr=1e-2)
 CONFIGS: dict[str, Any] = {
     AMC: AmcConfig(warmup=20, episodes=100, agent=AGENT),
@@ -47,10 +51,57 @@ def test_direct_sampling() -> None:
     assert choice.widths["useless"] < choice.widths["needed"] and choice.sample_passes > 0
 
 
+def midst(weight: Tensor) -> Tensor:
+    """Filters in the midst of the others, though larger than some of them: by its norm none would go."""
+    weight += 5  # norms say little now, distances are as before
+    weight[0] = 3  # small, but far from all others
+    return weight[[i for i in range(SIGNS) if i not in (0, *WEAK)]].mean(dim=0).expand(len(WEAK), -1, -1, -1)
+
+
+@pytest.mark.parametrize(("method", "filters", "go"), [(sfp, small, True), (fpgm, midst, True), (sfp, midst, False)])
+def test_soft_pruning_cuts_what_it_has_zeroed(method: Any, filters: Any, go: bool) -> None:
+    problem, state = weak_problem(filters)
+    problem = replace(problem, recipe=replace(problem.recipe, epochs=1, lr=1e-4, warmup_lr=1e-4))
+    choice = method.find(problem, SoftConfig(), state)
+    wanted = [i for i in range(SIGNS) if i not in WEAK]
+    assert all((list(choice.kept[name]) == wanted) is go for name in choice.widths)
+    assert choice.widths == problem.uniform() and choice.sample_passes == 20 * 64 + 4 * 64
+
+    problem = residual_problem()
+    choice = method.find(problem, SoftConfig())
+    model = choice.model.double().eval()
+    cut, x = dmcp.cut(model, problem.graph, choice.kept), problem.held_out.batches[0][0].double()
+    torch.testing.assert_close(model(x), cut(x))
+    torch.testing.assert_close(model.train()(x), cut.train()(x))
+
+
+def test_zeroed_filters_are_trained_on_but_do_not_outgrow_the_others() -> None:
+    """Epsilon alone is left under the root of a BatchNorm there: at the full gradient they become the largest."""
+    problem = planted_problem(budget="57%", epochs=3)
+
+    def norms_seen(**config: Any) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def watched(filters: Tensor) -> Tensor:
+            seen.append(filters.norm(dim=1))
+            return seen[-1]
+
+        choice = prune_softly(watched, problem, SoftConfig(**config))
+        assert dict(choice.model.named_buffers()).keys() == dict(problem.model.named_buffers()).keys()
+        return seen
+
+    for regrowth, low, high in ((0.01, 0.0, 1.5), (1.0, 4.0, 1e9)):
+        seen = norms_seen(regrowth=regrowth)  # two spaces, three epochs
+        assert len(seen) == 2 * 3 and all((norms > 0).all() for norms in seen)
+        assert low < torch.stack(seen[2:]).max() / torch.stack(seen[:2]).max() < high
+    assert len(norms_seen(every=2)) == 2 * 2  # after the second epoch and the last
+
+
 def test_they_run_in_one_command(here: Any, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     quick = ["amc.warmup=1", "amc.episodes=2", "amc.agent={'hidden': 8}", "metapruning.hidden=1"]
     quick += ["metapruning.population=3", "metapruning.generations=1", "metapruning.epochs=1"]
     words = [word for text in quick for word in ("--set", text)]
-    assert typed("--methods", f"{AMC},{META}", *words, "--no-unpruned") == 0
-    rows = [line[:1] + line[4:5] for line in cells(capfd.readouterr().out)[1:]]
-    assert [method for method, _ in rows] == ["amc", "metapruning"] and rows[0][1].endswith("fine-tuned")
+    assert typed("--methods", f"{SFP},{AMC},{META}", *words, "--set", "sfp.regrowth=1", "--no-unpruned") == 0
+    rows = {line[0]: line[2:5:2] for line in cells(capfd.readouterr().out)[1:]}
+    assert sorted(rows) == ["amc", "metapruning", "sfp", "uniform"] and rows["amc"][1].endswith("fine-tuned")
+    assert rows["sfp"][0] == "= uniform" and rows["sfp"][1].endswith("as trained")

@@ -46,22 +46,12 @@ def spread(weight: Tensor) -> Tensor:
     return torch.full_like(weight[WEAK], 1.5 / SIGNS)
 
 
-def midst(weight: Tensor) -> Tensor:
-    """Filters in the midst of the others, though larger than some of them: by its norm none would go."""
-    weight += 5  # norms say little now, distances are as before
-    weight[0] = 3  # small, but far from all others
-    return weight[[i for i in range(SIGNS) if i not in (0, *WEAK)]].mean(dim=0).expand(len(WEAK), -1, -1, -1)
-
-
 @pytest.mark.parametrize(
     ("find", "config", "filters", "go"),
     [
         (magnitude.find_l1, magnitude.L1Config(), small, True),
         (magnitude.find_l1, magnitude.L1Config(power=2), spread, True),
         (magnitude.find_l1, magnitude.L1Config(), spread, False),
-        (magnitude.find_sfp, magnitude.SoftConfig(), small, True),
-        (magnitude.find_fpgm, magnitude.SoftConfig(), midst, True),
-        (magnitude.find_sfp, magnitude.SoftConfig(), midst, False),
     ],
 )
 def test_planted_channels_go(find: Any, config: Any, filters: Any, go: bool) -> None:
@@ -115,40 +105,6 @@ def residual_problem(budget: str = "50%", **changes: Any) -> Problem:
         (torch.randn(8, *Residual.SHAPE, generator=draw), torch.randint(5, (8,), generator=draw)) for _ in range(6)
     ]
     return as_problem(model, Batches(batches[:4]), Batches(batches[4:]), budget, 0, 3, **changes)
-
-
-@pytest.mark.parametrize("find", [magnitude.find_sfp, magnitude.find_fpgm])
-def test_at_the_end_the_zeroed_network_is_the_cut_one(find: Any) -> None:
-    problem = residual_problem()
-    choice = find(problem, magnitude.SoftConfig())
-    assert choice.model is not None
-    model = choice.model.double().eval()
-    small = dmcp.cut(model, problem.graph, choice.kept)
-    x = problem.held_out.batches[0][0].double()
-    torch.testing.assert_close(model(x), small(x))
-    torch.testing.assert_close(model.train()(x), small.train()(x))
-
-
-def test_zeroed_filters_are_trained_on_but_do_not_outgrow_the_others() -> None:
-    """Epsilon alone is left under the root of a BatchNorm there: at the full gradient they become the largest."""
-    largest: dict[float, float] = {}
-    for regrowth in (0.01, 1.0):
-        seen: list[Tensor] = []
-
-        def watched(filters: Tensor, seen: list[Tensor] = seen) -> Tensor:
-            seen.append(filters.norm(dim=1))
-            return seen[-1]
-
-        problem = planted_problem(budget="57%", epochs=3)
-        choice = magnitude.prune_softly(watched, problem, magnitude.SoftConfig(regrowth=regrowth), None)
-        assert choice.model is not None and len(seen) == 2 * 3  # two spaces
-        assert all((norms > 0).all() for norms in seen)
-        assert dict(choice.model.named_buffers()).keys() == dict(problem.model.named_buffers()).keys()
-        largest[regrowth] = (torch.stack(seen[2:]).max() / torch.stack(seen[:2]).max()).item()
-    assert largest[0.01] < 1.5 and largest[1.0] > 4
-    seen.clear()
-    magnitude.prune_softly(watched, problem, magnitude.SoftConfig(every=2), None)
-    assert len(seen) == 2 * 2  # after the second epoch and the last
 
 
 # the package torch-pruning: what it removes is what we cut out

@@ -177,7 +177,7 @@ class Killed(BaseException):
 
 
 QUICK = {"dmcp": {"epochs": 2, "groups": 3}, "autoslim": {"epochs": 2, "groups": 3, "batches": 1}}
-TABLE = replace(SMALL, methods=("l1", "slimming", "sfp", "autoslim", "dmcp"), settings=QUICK)
+TABLE = replace(SMALL, methods=("l1", "slimming", "experiments.methods.soft:sfp", "autoslim", "dmcp"), settings=QUICK)
 KEPT = {"log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "prepared.safetensors"}
 
 

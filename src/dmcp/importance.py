@@ -30,12 +30,6 @@ class Place:
         tensor = model.get_parameter(self.name).detach().transpose(0, self.dim)
         return tensor[self.rows.to(tensor.device)].flatten(1)
 
-    @torch.no_grad()
-    def silence(self, model: nn.Module, channels: Tensor) -> None:
-        """Set what the parameter holds of these channels to zero, in place."""
-        tensor = model.get_parameter(self.name)
-        tensor.transpose(0, self.dim)[self.rows[channels.cpu()].flatten().to(tensor.device)] = 0
-
 
 # which places there are
 

@@ -1,12 +1,10 @@
-"""Methods that rank channels: norms, soft filter pruning (SFP), FPGM, network slimming, the package torch-pruning."""
+"""Methods that rank channels: norms, network slimming, the package torch-pruning."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.batches import device_of, input_of, on_device, size_of
-from dmcp.calibration import recalibrate
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, loaded, samples_of
 from dmcp.errors import TrainingError
 from dmcp.exporting import blaming
-from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
+from dmcp.importance import Place, magnitude, scaled, strongest, vectors, written
 from dmcp.losses import Loss, classification_loss
 from dmcp.runtime.distributed import current
 from dmcp.settings import Engine, setting
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import train
-from dmcp.widths import Widths
 
 # L1
 
@@ -38,96 +34,9 @@ class L1Config(Settings):
 
 def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Keep the channels with the largest filters, the same share of every space; without a state the model's own."""
-    model, widths = loaded(problem, state), problem.uniform()
-    return Choice(widths=widths, kept=_largest(problem, model, widths, config.power), model=model)
-
-
-def _largest(problem: Problem, model: nn.Module, widths: Widths, power: int) -> dict[str, list[int]]:
-    """The channels of each space with the largest filters."""
-    graph = problem.graph
-    return {it.name: strongest(magnitude(model, graph, it, power), widths[it.name]) for it in graph.spaces}
-
-
-# SFP and FPGM
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftConfig(Settings):
-    """Settings of soft pruning, whatever ranks the channels."""
-
-    every: int = setting(1, "Epochs between two times that filters are set to zero; the last one always does it.", 1)
-    regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; in SFP 1, in FPGM 0.", 0, 1)
-
-
-def norms(filters: Tensor) -> Tensor:
-    """L2 norm of each filter. (size, n) -> (size,)"""
-    return filters.square().sum(dim=1).sqrt()
-
-
-def distances(filters: Tensor) -> Tensor:
-    """Summed distance of each filter to all others; least near the geometric median. (size, n) -> (size,)"""
-    return torch.cdist(filters, filters).sum(dim=1)
-
-
-def prune_softly(
-    score: Callable[[Tensor], Tensor],
-    problem: Problem,
-    config: SoftConfig,
-    state: Mapping[str, Tensor] | None = None,
-) -> Choice:
-    """Train a copy of the model, and every so many epochs zero the filters of the channels with the lowest score."""
-    model, graph, epochs = loaded(problem, state), problem.graph, problem.recipe.epochs
-    widths = problem.uniform()
-    narrowed = [space for space in graph.spaces if widths[space.name] < space.size]
-    filters = {space.name: places for space in narrowed if (places := written(model, graph, space))}
-    normed = [place for space in narrowed if scaled(model, graph, space) for place in filters.get(space.name, ())]
-
-    with _slowed(model, normed) as shares:
-
-        def zero(epoch: int) -> None:
-            if (epoch + 1) % config.every and epoch + 1 < epochs:
-                return
-            for name, places in filters.items():
-                dropped = score(vectors(model, places)).argsort(descending=True, stable=True)[widths[name] :]
-                for place in places:
-                    place.silence(model, dropped)
-                    if place in shares:
-                        shares[place].fill_(1)[place.rows[dropped].flatten().to(shares[place].device)] = config.regrowth
-
-        runtime = problem.runtime.stage(CHOOSING)
-        train(model, problem.loader, problem.recipe, task=problem.task, runtime=runtime, after_epoch=zero)
-    kept = _largest(problem, model, widths, 2)  # not by the score: after an interruption the last ones are not known
-    for space in graph.spaces:  # all of the zeroed channels, so that the network computes what the cut one does
-        dropped = torch.tensor(sorted({*range(space.size)} - {*kept[space.name]}), dtype=torch.int64)
-        for place in placed(model, graph, space):
-            place.silence(model, dropped)
-    recalibrate(model, problem.held_out)
-    passes = epochs * samples_of(problem.loader) + sum(map(size_of, problem.held_out))
-    return Choice(widths=widths, kept=kept, model=model, sample_passes=passes)
-
-
-find_sfp = functools.partial(prune_softly, norms)
-find_fpgm = functools.partial(prune_softly, distances)  # those go that others can stand in for
-
-
-@contextlib.contextmanager
-def _slowed(model: nn.Module, places: Sequence[Place]) -> Iterator[dict[Place, Tensor]]:
-    """While entered, each row of these filters gets a share of its gradient, 1 until somebody changes it. (rows,)
-
-    The shares are buffers of the model meanwhile, so that a checkpoint has them, too.
-    """
-    shares: dict[Place, Tensor] = {}
-    with contextlib.ExitStack() as undo:
-        for number, place in enumerate(places):
-            weight = model.get_parameter(place.name)
-            if weight.requires_grad:
-                share = shares[place] = weight.new_ones(weight.shape[place.dim], requires_grad=False)
-                model.register_buffer(f"_share{number}", share, persistent=False)
-                undo.callback(delattr, model, f"_share{number}")
-                wide = share.reshape([-1 if dim == place.dim else 1 for dim in range(weight.ndim)])
-                handle = weight.register_hook(functools.partial(torch.mul, wide))  # type: ignore[no-untyped-call]
-                undo.callback(handle.remove)
-        yield shares
+    model, graph, widths = loaded(problem, state), problem.graph, problem.uniform()
+    kept = {it.name: strongest(magnitude(model, graph, it, config.power), widths[it.name]) for it in graph.spaces}
+    return Choice(widths=widths, kept=kept, model=model)
 
 
 # network slimming

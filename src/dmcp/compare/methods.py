@@ -256,8 +256,6 @@ METHODS: dict[str, Method] = {
     "slimming": Method(
         magnitude.find_slimming, magnitude.SlimmingConfig, magnitude.prepare_slimming, own=Own.FINETUNED, full=True
     ),
-    "sfp": Method(magnitude.find_sfp, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
-    "fpgm": Method(magnitude.find_fpgm, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
     "autoslim": Method(find_autoslim, AutoSlimConfig, prepare_autoslim, own=Own.SLIMMABLE, holds_out=True),
     DMCP: Method(find_dmcp, DmcpConfig, own=Own.SLIMMABLE),
     PEER: Method(magnitude.find_torch_pruning, magnitude.TorchPruningConfig, trained=True, own=Own.FINETUNED),
