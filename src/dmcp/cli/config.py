@@ -79,7 +79,7 @@ class RunConfig:
     engine: Engine = Engine()
     save_steps: int = setting(1000, "Steps between two checkpoints.", 1)
     save_minutes: float = setting(5.0, "Minutes between two checkpoints, if that is sooner.", 0)
-    track: tuple[str, ...] = setting((), "Also send the curves to tensorboard, wandb or mlflow; repeatable.")
+    track: tuple[str, ...] = setting((), "Also send the curves to tensorboard or wandb; repeatable.")
 
     def __post_init__(self) -> None:
         settings.check(self, DmcpError)
