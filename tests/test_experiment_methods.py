@@ -1,7 +1,8 @@
-"""SFP, FPGM, AMC, MetaPruning and direct sampling, which are methods of one's own: what is planted, in one command."""
+"""The methods in experiments/methods: they find what is planted, and run in one command."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from planted import SIGNS, Batches, heard, planted_problem
 from test_magnitude import WEAK, residual_problem, small, weak_problem
 from test_runner import cells, here, typed  # noqa: F401
-from torch import Tensor
+from torch import Tensor, nn
+from torchvision.models import mobilenet_v2, resnet18
 
 import dmcp
 from dmcp.compare.methods import DmcpConfig, choose, find_method
 from dmcp.errors import DataError
+from experiments.methods import peer
 from experiments.methods.amc import AmcConfig, DdpgConfig
 from experiments.methods.metapruning import MetaPruningConfig
+from experiments.methods.peer import TorchPruningConfig
 from experiments.methods.soft import SoftConfig, fpgm, prune_softly, sfp
 
 AMC, META = "experiments.methods.amc:amc", "experiments.methods.metapruning:metapruning"
@@ -105,3 +109,38 @@ def test_they_run_in_one_command(here: Any, capfd: pytest.CaptureFixture[str]) -
     rows = {line[0]: line[2:5:2] for line in cells(capfd.readouterr().out)[1:]}
     assert sorted(rows) == ["amc", "metapruning", "sfp", "uniform"] and rows["amc"][1].endswith("fine-tuned")
     assert rows["sfp"][0] == "= uniform" and rows["sfp"][1].endswith("as trained")
+
+
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
+def test_what_we_cut_out_is_what_torch_pruning_leaves(build: Any) -> None:
+    package = pytest.importorskip("torch_pruning")
+    torch.manual_seed(0)
+    model = build(num_classes=10).eval()
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):  # no two channels are the same to a ranking
+            part.weight.data = 0.5 + torch.rand(part.num_features)
+    graph, x = dmcp.trace(model, torch.zeros(2, 3, 32, 32)), torch.randn(3, 3, 32, 32)
+    for config in (TorchPruningConfig(steps=10), TorchPruningConfig(steps=10, global_pruning=False)):
+        pruned, ledger = copy.deepcopy(model), peer._Ledger(model, graph, config.steps)
+        pruner = peer._pruner(package, config, pruned, graph, x)
+        for step in range(4):
+            ledger.follow(pruner, step)
+        widths = graph.widths(ledger.widths())
+        assert 0.1 < graph.macs(widths) / graph.macs() < 0.9
+        ours = dmcp.cut(model, graph, {name: ledger.strongest(name, width) for name, width in widths.items()})
+        assert [p.shape for p in ours.parameters()] == [p.shape for p in pruned.parameters()]
+        assert torch.allclose(ours(x), pruned(x), atol=1e-5)
+
+
+def test_torch_pruning_keeps_the_needed_channels() -> None:
+    pytest.importorskip("torch_pruning")
+    problem = planted_problem()
+    model = copy.deepcopy(problem.model)
+    dmcp.train(model, problem.loader, problem.recipe)
+    for how in ({}, {"normalize": False}, {"global_pruning": False}):
+        choice = choose(
+            "experiments.methods.peer:torch_pruning", problem, TorchPruningConfig(**how), model.state_dict()
+        )
+        gap = choice.widths["needed"] - choice.widths["useless"]
+        assert abs(gap) <= 1 if "global_pruning" in how else gap == 7 if how else gap > 0
+        assert torch.equal(choice.model.needed.weight, model.needed.weight)  # chosen in the trained network

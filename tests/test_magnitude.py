@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,13 +11,10 @@ import pytest
 import torch
 from nets import Residual
 from planted import SIGNS, Batches, as_problem, planted_problem
-from torch import Tensor, nn
-from torchvision.models import mobilenet_v2, resnet18
+from torch import Tensor
 
-import dmcp
 from dmcp.compare import magnitude
 from dmcp.compare.problem import Problem
-from dmcp.training import train
 
 WEAK = [1, 4, 6]  # channels that are planted to go
 
@@ -105,56 +100,3 @@ def residual_problem(budget: str = "50%", **changes: Any) -> Problem:
         (torch.randn(8, *Residual.SHAPE, generator=draw), torch.randint(5, (8,), generator=draw)) for _ in range(6)
     ]
     return as_problem(model, Batches(batches[:4]), Batches(batches[4:]), budget, 0, 3, **changes)
-
-
-# the package torch-pruning: what it removes is what we cut out
-
-needs_it = pytest.mark.skipif(
-    importlib.util.find_spec("torch_pruning") is None,
-    reason="THE PEER torch-pruning IS NOT TESTED: pip install torch-pruning",
-)
-
-
-def varied(model: nn.Module) -> nn.Module:
-    """The network with channels of different strength, so that no two are the same to a ranking."""
-    draw = torch.Generator().manual_seed(1)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.weight.data = 0.5 + torch.rand(module.num_features, generator=draw)
-    return model
-
-
-@needs_it
-@pytest.mark.parametrize("global_pruning", [True, False])
-@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
-def test_what_we_cut_out_is_what_the_package_leaves(build: Any, global_pruning: bool) -> None:
-    torch.manual_seed(0)
-    model = varied(build(num_classes=10)).eval()
-    graph, x = dmcp.trace(model, torch.zeros(2, 3, 32, 32)), torch.randn(3, 3, 32, 32)
-    config = magnitude.TorchPruningConfig(steps=10, global_pruning=global_pruning)
-    pruned = copy.deepcopy(model)
-    ledger = magnitude._Ledger(model, graph, config.steps)
-    pruner = magnitude._pruner(importlib.import_module("torch_pruning"), config, pruned, graph, x)
-    for step in range(4):
-        ledger.follow(pruner, step)
-    widths = graph.widths(ledger.widths())
-    assert 0.1 < graph.macs(widths) / graph.macs() < 0.9
-    ours = dmcp.cut(model, graph, {name: ledger.strongest(name, width) for name, width in widths.items()})
-    assert {name: p.shape for name, p in ours.named_parameters()} == {
-        name: p.shape for name, p in pruned.named_parameters()
-    }
-    assert torch.allclose(ours(x), pruned(x), atol=1e-5)
-
-
-@needs_it
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_needed_channels_stay(seed: int) -> None:
-    problem = planted_problem(seed=seed)
-    model = copy.deepcopy(problem.model)
-    train(model, problem.loader, problem.recipe)
-    for how in ({}, {"normalize": False}, {"global_pruning": False}):
-        choice = magnitude.find_torch_pruning(problem, magnitude.TorchPruningConfig(**how), model.state_dict())
-        choice.check(problem)
-        gap = choice.widths["needed"] - choice.widths["useless"]
-        assert abs(gap) <= 1 if "global_pruning" in how else gap == 7 if how else gap > 0
-        assert torch.equal(choice.model.needed.weight, model.needed.weight)  # chosen in the trained network

@@ -18,7 +18,7 @@ from torchvision.models import densenet121, mobilenet_v2, resnet18
 
 import dmcp
 from dmcp.budget import parse
-from dmcp.compare.methods import METHODS, PEER, DmcpConfig, Own, choose, find_method, title
+from dmcp.compare.methods import METHODS, DmcpConfig, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
 
@@ -26,15 +26,12 @@ QUICK: dict[str, dict[str, Any]] = {"slimming": {"sparsity": 0.01}, "dmcp": {"ep
 TINY: dict[str, dict[str, Any]] = {  # in which they only run
     "autoslim": {"epochs": 2, "groups": 3, "subnets": 1, "batches": 1, "at_once": 60},
     "dmcp": {"epochs": 2},
-    "torch-pruning": {"steps": 4},
 }
 Settings = Mapping[str, Mapping[str, Any]]
 
 
 def chosen(name: str, problem: Problem, settings: Settings = QUICK) -> Choice:
     """What a method chooses, given what its entry says that it needs."""
-    if name == PEER:
-        pytest.importorskip("torch_pruning")
     method, state = find_method(name), None
     config = method.config(**settings.get(name, {}))
     if method.prepare:

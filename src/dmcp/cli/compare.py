@@ -15,7 +15,7 @@ from dmcp.cli import prune, session
 from dmcp.cli.config import Request, RunConfig, argument
 from dmcp.cli.session import Job, place_of
 from dmcp.compare import runner
-from dmcp.compare.methods import GIVEN, METHODS, PEER, title
+from dmcp.compare.methods import GIVEN, METHODS, title
 from dmcp.compare.table import COMMANDS, PAGE, write_table
 from dmcp.errors import DmcpError, StoppedError
 from dmcp.exporting import blaming
@@ -88,8 +88,7 @@ def _comparison(config: RunConfig, request: Request, job: Job) -> runner.Compari
     assert config.search and config.train
     train = replace(config.train, epochs=epochs, warmup_epochs=min(1, epochs / 2), seed=0)
     names = [word.strip() for word in more["methods"].split(",") if word.strip()]
-    every = [name for name in METHODS if name != PEER]
-    methods = [name for word in names for name in (every if word == "all" else [word])]
+    methods = [name for word in names for name in (METHODS if word == "all" else [word])]
     for name, widths in map(_read_widths, more["widths"] or ()):
         methods.append(f"{GIVEN}{name}")
         settings[name] = dict(widths)

@@ -7,7 +7,6 @@ write it and give it a line in METHODS; to try one, leave it where it is and cal
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -244,7 +243,7 @@ class Method:
     one_ratio: bool = False  # whether its widths are those of uniform, and only the channels its own
 
 
-PEER, GIVEN = "torch-pruning", "widths:"  # another package; begins the name of widths that somebody gives
+GIVEN = "widths:"  # begins the name of widths that somebody gives
 METHODS: dict[str, Method] = {
     UNIFORM: Method(find_uniform),
     "random": Method(find_random),
@@ -258,14 +257,11 @@ METHODS: dict[str, Method] = {
     ),
     "autoslim": Method(find_autoslim, AutoSlimConfig, prepare_autoslim, own=Own.SLIMMABLE, holds_out=True),
     DMCP: Method(find_dmcp, DmcpConfig, own=Own.SLIMMABLE),
-    PEER: Method(magnitude.find_torch_pruning, magnitude.TorchPruningConfig, trained=True, own=Own.FINETUNED),
 }
 
 
 def find_method(name: str) -> Method:
-    """The method of this name: ours, another package's, one that is imported, or given widths."""
-    if name == PEER and importlib.util.find_spec("torch_pruning") is None:
-        raise DmcpError(f"{PEER} is not installed: pip install {PEER}, or take another method.")
+    """The method of this name: ours, one that is imported, or given widths."""
     if name in METHODS:
         return METHODS[name]
     if name.startswith(GIVEN):
