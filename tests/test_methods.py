@@ -190,4 +190,4 @@ def test_methods_of_ones_own(
     assert choose("mine:even", problem, None).widths == problem.uniform()
     with pytest.raises(error):
         choose(name, problem, None)
-    assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine", "widths:hand"))] == ["dmcp", "mine", "Outer.mine", "hand"]
+    assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine"))] == ["dmcp", "mine", "Outer.mine"]

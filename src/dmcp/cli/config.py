@@ -364,7 +364,6 @@ _TYPES: Mapping[str, Any] = {
 _COMPARE: dict[str, tuple[Any, Any, str]] = {  # options of compare that are no settings: type, default, help
     "budget": (list[str] | None, None, "50%, 211M, params:2M; repeatable. Default: 50%."),
     "methods": (str, "all", "all, names of methods, package.module:NAME, with commas."),
-    "widths": (list[str] | None, None, "A row of given widths, NAME=FILE; repeatable."),
     "set": (list[str] | None, None, "Setting of a method, like dmcp.epochs=40; repeatable."),
     "seeds": (int, 3, "Seeds of everything, from --seed on. Default: 3."),
     "epochs": (int, 60, "Passes over the data in the final training. Default: 60."),

@@ -243,7 +243,6 @@ class Method:
     one_ratio: bool = False  # whether its widths are those of uniform, and only the channels its own
 
 
-GIVEN = "widths:"  # begins the name of widths that somebody gives
 METHODS: dict[str, Method] = {
     UNIFORM: Method(find_uniform),
     "random": Method(find_random),
@@ -261,11 +260,9 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """The method of this name: ours, one that is imported, or given widths."""
+    """The method of this name: ours, or one that is imported."""
     if name in METHODS:
         return METHODS[name]
-    if name.startswith(GIVEN):
-        return Method(_take, dict)
     if ":" in name:
         found = imported(*name.split(":", 1))
         return found if isinstance(found, Method) else Method(lambda problem, config: found(problem))
@@ -297,9 +294,3 @@ def choose_all(name: str, problem: Problem, budgets: Mapping[str, Budget]) -> di
     if len(budgets) > 1:  # their checkpoints would have one name
         problem = replace(problem, runtime=replace(problem.runtime, checkpointer=None))
     return {key: choose(name, replace(problem, budget=budget), config, state) for key, budget in budgets.items()}
-
-
-def _take(problem: Problem, given: Mapping[str, int]) -> Choice:
-    """Given widths; spaces that are not named keep all channels."""
-    widths = problem.graph.widths(given)
-    return Choice(widths=widths, kept=widths)
