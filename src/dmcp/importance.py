@@ -42,18 +42,18 @@ def placed(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[P
 
 def written(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[Place]:
     """The filters of convs and linears that write the channels; all of them, where several layers are tied."""
-    return [place for place, part in _owned(model, graph, space, "weight") if _writes(part, place)]
+    return [place for place, part in _weights(model, graph, space) if _writes(part, place)]
 
 
-def scaled(model: nn.Module, graph: ChannelGraph, space: ChannelSpace, leaf: str = "weight") -> list[Place]:
-    """The scales (or shifts: "bias") of batch norms over the channels."""
-    return [place for place, part in _owned(model, graph, space, leaf) if isinstance(part, _NormBase)]
+def scaled(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[Place]:
+    """The scales of batch norms over the channels."""
+    return [place for place, part in _weights(model, graph, space) if isinstance(part, _NormBase)]
 
 
-def _owned(model: nn.Module, graph: ChannelGraph, space: ChannelSpace, leaf: str) -> Iterator[tuple[Place, nn.Module]]:
+def _weights(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> Iterator[tuple[Place, nn.Module]]:
     for place in placed(model, graph, space):
         owner, _, own = place.name.rpartition(".")
-        if own == leaf:
+        if own == "weight":
             yield place, model.get_submodule(owner)
 
 

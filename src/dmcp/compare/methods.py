@@ -6,7 +6,6 @@ write it and give it a line in METHODS; to try one, leave it where it is and cal
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -266,8 +265,7 @@ def find_method(name: str) -> Method:
     if ":" in name:
         found = imported(*name.split(":", 1))
         return found if isinstance(found, Method) else Method(lambda problem, config: found(problem))
-    near = difflib.get_close_matches(name.lower(), METHODS, n=1)
-    raise DmcpError(f"There is no method {name!r}: {f'did you mean {near[0]}?' if near else ', '.join(METHODS)}.")
+    raise DmcpError(f"There is no method {name!r}: take one of {', '.join(METHODS)}, or package.module:NAME.")
 
 
 def title(name: str) -> str:
