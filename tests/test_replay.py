@@ -140,7 +140,7 @@ def test_a_number_that_follows_a_later_width_keeps_that_one() -> None:
 def test_numbers_of_a_generator_of_its_own_follow_no_width() -> None:
     dice = np.random.default_rng(0)
     ways: list[Callable[[Tensor], Any]] = [
-        lambda h: torch.zeros(40)[int(dice.integers(40))],
+        lambda h: torch.zeros(4000)[int(dice.integers(4000))],
         lambda h: 0 * torch.from_numpy(dice.random(1).astype(np.float32)).to(h.device),
         lambda h: torch.tensor(dice.random()) * 0,
         lambda h: h.relu() * (0 * dice.random()),

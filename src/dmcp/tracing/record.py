@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from dmcp.errors import TraceError
@@ -423,13 +424,9 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
 
 def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
     """Whether the backward pass of a throw-away model asks its modules for weights, which they have no longer."""
-
-    def graded(leaf: Any) -> Any:
-        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.detach().requires_grad_().clone() if real else leaf
-
     with contextlib.suppress(Exception), untouched_world(device), torch.enable_grad():
-        outputs = tensors_in(call_model(model, map_leaves(graded, example)))
+        graded = tree_map_only(Tensor, lambda it: it.detach().requires_grad_(it.is_floating_point()).clone(), example)
+        outputs = tensors_in(call_model(model, graded))
         for module in model.modules():
             module._parameters.clear()
         try:

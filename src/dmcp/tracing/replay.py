@@ -341,11 +341,8 @@ class Resolver:
         """A width: most channels, few, any number of them, or one or all (at random, or of every second space)."""
         if kind in _UNEVEN:
             return size if _UNEVEN[second] == kind else 1
-        ranges = {
-            "wide": (0.3 * size, size - 1),
-            "narrow": (0.05 * size, 0.4 * size if size >= 16 else 1),
-            "any": (1, size),
-        }
+        few = 0.4 * size if size >= 16 else 1  # a search may go down to one channel of a small space
+        ranges = {"wide": (0.3 * size, size - 1), "narrow": (0.05 * size, few), "any": (1, size)}
         if kind == "extreme":
             return self.random.choice((1, size))
         low, high = (max(1, int(border)) for border in ranges[kind])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import TraceError
 from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, skeleton, tensors_in, unwrap
@@ -92,7 +93,7 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any,
     check_example(example, *model.parameters(), *model.buffers())
     several, notes = example, list[str]()
     with contextlib.suppress(Exception), untouched_world("cpu", model), torch.no_grad():
-        one = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rebatch(example, 1))
+        one = tree_map_only(Tensor, torch.clone, rebatch(example, 1))
         call_model(narrow(model, {}, {}).eval(), one)  # what it keeps outside of itself for later runs has data then
     if batch_of(example) is None:
         notes.append("the inputs do not share their first dim, so macs are of the whole example, not of one sample")
