@@ -247,5 +247,5 @@ def _noted(call: str) -> Iterator[None]:
     except DmcpError:
         raise
     except Exception as error:
-        error.add_note(f"dmcp calls {call}, with the whole batch: see docs/api.md.")
+        error.add_note(f"dmcp calls {call}, with the whole batch.")
         raise

@@ -334,7 +334,7 @@ def _cost_entries(model: nn.Module, context: ReplayContext, numbers: Mapping[int
         if any(factor.denominator != 1 for factor in scaled.values()):
             raise TraceError(
                 "The cost of one sample does not follow from that of a batch: dim 0 of the inputs must be it. Trace "
-                "the part of a detector that ends before its boxes are chosen: docs/cookbook.md, Detectors."
+                "the part of a detector that ends before its boxes are chosen."
             )
         macs.setdefault(cost.path, []).append({key: int(factor) for key, factor in scaled.items()})
     for name, _ in model.named_parameters():
