@@ -129,6 +129,7 @@ def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dmcp.settings._MIN_STEPS", 1)
+    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (30, 40))
     model, _, loaders = trained()
     short = {"train": TrainConfig(epochs=1, warmup_epochs=0), "search": SearchConfig(budget="50%", epochs=2)}
     fresh = dmcp.prune(models.build("digits:resnet", width=8), *loaders, **short)
