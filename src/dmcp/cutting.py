@@ -55,7 +55,7 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
 
     Every cut checks shapes; this checks values, with gradients on and off, and gradients. The input may be another one
     than was traced, such as a larger image. Without widths each space is cut to about two thirds. Returns the largest
-    difference, as a share of the largest number.
+    difference of outputs, as a share of the largest one.
     """
     model = unwrap(model)
     check_example(example_input)
@@ -95,7 +95,7 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
                     "something in this model's code escapes the trace, or is not finite. Name the layers concerned in "
                     "trace(..., ignore=[...])."
                 )
-        worst = max(worst, *gaps)
+        worst = max(worst, gaps[0])
     return worst
 
 

@@ -123,7 +123,7 @@ def check_range(labels: Tensor, classes: int) -> None:
     """Refuse labels of classes that the network has no output for."""
     if labels.is_floating_point() or not labels.numel():
         return  # shares of classes
-    lowest, highest = (int(it) for it in labels.masked_fill(labels == _IGNORED, 0).aminmax())
+    lowest, highest = torch.stack(labels.masked_fill(labels == _IGNORED, 0).aminmax()).tolist()  # waits once
     if lowest < 0 or highest >= classes:
         raise DataError(
             f"A label is {lowest if lowest < 0 else highest}, but the network has {classes} outputs, for labels from 0 "
