@@ -25,13 +25,13 @@ from typing import Any
 
 import alphas
 import torch
+from methods import peer
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dmcp
 from dmcp import models
 from dmcp.budget import parse
-from dmcp.compare import magnitude
 from dmcp.compare.problem import Problem as PeerProblem
 from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
@@ -201,7 +201,7 @@ def torch_pruning(it: Problem, model: nn.Module, across: bool) -> Any:
         recipe=dmcp.TrainConfig(),
         min_widths=it.graph.widths(dict.fromkeys(it.graph.full, 1)),
     )
-    return magnitude.find_torch_pruning(problem, magnitude.TorchPruningConfig(global_pruning=across)).kept
+    return peer.find_torch_pruning(problem, peer.TorchPruningConfig(global_pruning=across)).kept
 
 
 def run(job: dict[str, Any], emit: Callable[..., None]) -> None:

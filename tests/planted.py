@@ -74,12 +74,11 @@ def planted_problem(budget: str = "57%", seed: int = 0, epochs: int = 20, **chan
     )
 
 
-def tiny_problem(model: nn.Module, budget: str = "50%", size: int = 32, classes: int = 10, **changes: Any) -> Problem:
+def tiny_problem(model: nn.Module, budget: str = "50%", **changes: Any) -> Problem:
     """A few random images of two batches: enough to see that a method runs on a network."""
     draw = torch.Generator().manual_seed(0)
     batches = [
-        (torch.randn(4, 3, size, size, generator=draw), torch.randint(0, classes, (4,), generator=draw))
-        for _ in range(4)
+        (torch.randn(4, 3, 32, 32, generator=draw), torch.randint(0, 10, (4,), generator=draw)) for _ in range(4)
     ]
     return as_problem(model, Batches(batches[:2]), Batches(batches[2:]), budget, 0, 1, **changes)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Chain, Residual, mystery, sample
-from torch import Tensor, nn
+from nets import Chain, Residual, Toy, mystery, sample
+from torch import nn
 
 import dmcp
 from dmcp.errors import DmcpError, TraceError, WidthsError
@@ -31,29 +31,19 @@ def spaces(graph: Any) -> dict[str, int]:
     return {space.name: space.size for space in graph.spaces}
 
 
-class Failing(nn.Conv2d):
-    """Gives no tensor."""
-
-    def forward(self, x: Tensor) -> str:  # type: ignore[override]
-        return "nothing"
-
-
-class Secret(nn.Module):
-    """An op without a rule."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return mystery(x)
-
-
 UNTRACEABLE: list[tuple[Any, Any]] = [
     (CHAIN, torch.randn(2, 4, 11, 11)),
     (CHAIN, torch.randn(2, 3, 17, 17)),  # the linear after the flatten does not fit
     (CHAIN, (X, X)),
     (CHAIN, torch.zeros(2, 3, 4, 9, 9)),
+    (CHAIN, X.to_sparse()),
+    (CHAIN, torch.nested.nested_tensor([*X], layout=torch.jagged)),
+    (nn.Sequential(CHAIN, nn.ParameterList([nn.Parameter(torch.eye(2).to_sparse())])), X),
+    (Toy(lambda m, x: iter([m.a(x)]), a=nn.Conv2d(3, 8, 3)), X),  # can be read once
     *((CHAIN, wrong) for wrong in (None, "3x11x11", [1, 2], {}, ())),
     (nn.Linear(4, 2), torch.randn(2, 4)),
     (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)), torch.zeros(3, 32, 32)),
-    (Failing(3, 8, 3), X),
+    (Toy(lambda m, x: "nothing", a=nn.Conv2d(3, 8, 3)), X),
     (lambda x: x, X),
 ]
 
@@ -66,13 +56,14 @@ def test_networks_and_examples_that_cannot_be_traced(net: Any, example: Any) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_module_and_names_in_ignore() -> None:
     script = torch.jit.trace(copy.deepcopy(CHAIN).eval(), X)
-    refuse(TraceError, lambda: dmcp.trace(script, X), "TorchScript")
+    for net in (script, nn.Sequential(nn.ReLU(), script)):
+        refuse(TraceError, lambda net=net: dmcp.trace(net, X), "TorchScript")
     refuse(TraceError, lambda: dmcp.trace(CHAIN, X, ignore=["head", "cnv1"]), "ignore", "cnv1", "conv1")
     refuse(TraceError, lambda: dmcp.trace(CHAIN, X, ignore=["conv1", "conv2", "conv3"]), "prun")
 
 
 def test_strict_names_the_op_and_two_ways_out_that_work() -> None:
-    inner = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Secret(), nn.Conv2d(8, 5, 1))
+    inner = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Toy(lambda m, x: mystery(x)), nn.Conv2d(8, 5, 1))
     net = nn.Sequential(inner, nn.Conv2d(5, 7, 1), nn.ReLU(), nn.Conv2d(7, 4, 1))
     words = ("0.2", "mystery", "rules=RULES |", "ignore=")
     refuse(TraceError, lambda: dmcp.trace(net, X, strict=True), *words, lines=2)
@@ -91,6 +82,10 @@ def test_widths_and_channels_that_do_not_fit() -> None:
         refuse(WidthsError, lambda it=it: dmcp.cut(CHAIN, graph, {"conv1": it}), "conv1")  # type: ignore[misc]
     for table in (torch.ones(4, 2), torch.ones(4, 4, dtype=torch.int64), torch.ones(1, 1, 3)):
         refuse(WidthsError, lambda table=table: graph.macs(table), "3")  # type: ignore[misc]
+    net = dmcp.Supernet(CHAIN, graph)
+    for row in ([0, 1, 1], [1, 1, 7], [1, 1, float("nan")]):
+        refuse(WidthsError, lambda row=row: graph.macs(torch.tensor([row])))  # type: ignore[misc]
+        refuse(WidthsError, lambda row=row: net.hard(torch.tensor(row)))  # type: ignore[misc]
     assert all(torch.equal(value, before[name]) for name, value in CHAIN.state_dict().items())
 
 

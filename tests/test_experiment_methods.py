@@ -1,22 +1,29 @@
-"""AMC, MetaPruning and direct sampling, which are methods of one's own: they find what is planted, in one command."""
+"""The methods in experiments/methods: they find what is planted, and run in one command."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from planted import Batches, heard, planted_problem
+import torch
+from planted import SIGNS, heard, planted_problem
+from test_magnitude import WEAK, residual_problem, small, weak_problem
 from test_runner import cells, here, typed  # noqa: F401
+from torch import Tensor, nn
+from torchvision.models import mobilenet_v2, resnet18
 
 import dmcp
 from dmcp.compare.methods import DmcpConfig, choose, find_method
-from dmcp.errors import DataError
+from experiments.methods import peer
 from experiments.methods.amc import AmcConfig, DdpgConfig
 from experiments.methods.metapruning import MetaPruningConfig
+from experiments.methods.peer import TorchPruningConfig
+from experiments.methods.soft import SoftConfig, fpgm, prune_softly, sfp
 
 AMC, META = "experiments.methods.amc:amc", "experiments.methods.metapruning:metapruning"
-DIRECT = "experiments.methods.direct:direct"
+DIRECT, SFP = "experiments.methods.direct:direct", "experiments.methods.soft:sfp"
 AGENT = DdpgConfig(hidden=32, actor_lr=1e-3, critic_lr=1e-2)
 CONFIGS: dict[str, Any] = {
     AMC: AmcConfig(warmup=20, episodes=100, agent=AGENT),
@@ -37,9 +44,6 @@ def test_planted_truth_is_found(name: str) -> None:
         small = dmcp.cut(choice.model, problem.graph, choice.kept).train()
         right = sum(dmcp.losses.top1(small(x), (x, labels))[0].item() for x, labels in problem.held_out)
         assert best[-1] == pytest.approx(right / sum(labels.numel() for _, labels in problem.held_out), abs=2e-3)
-    single = Batches([(x[:1], labels[:1]) for x, labels in problem.held_out])  # no statistics of a batch
-    with pytest.raises(DataError):
-        choose(name, replace(problem, held_out=single), CONFIGS[name], prepared.state)
 
 
 def test_direct_sampling() -> None:
@@ -47,10 +51,82 @@ def test_direct_sampling() -> None:
     assert choice.widths["useless"] < choice.widths["needed"] and choice.sample_passes > 0
 
 
+def midst(weight: Tensor) -> Tensor:
+    """Filters in the midst of the others, though larger than some of them: by its norm none would go."""
+    weight += 5  # norms say little now, distances are as before
+    weight[0] = 3  # small, but far from all others
+    return weight[[i for i in range(SIGNS) if i not in (0, *WEAK)]].mean(dim=0).expand(len(WEAK), -1, -1, -1)
+
+
+@pytest.mark.parametrize(("method", "filters", "go"), [(sfp, small, True), (fpgm, midst, True), (sfp, midst, False)])
+def test_soft_pruning_cuts_what_it_has_zeroed(method: Any, filters: Any, go: bool) -> None:
+    problem, state = weak_problem(filters)
+    problem = replace(problem, recipe=replace(problem.recipe, epochs=1, lr=1e-4, warmup_lr=1e-4))
+    choice = method.find(problem, SoftConfig(), state)
+    wanted = [i for i in range(SIGNS) if i not in WEAK]
+    assert all((list(choice.kept[name]) == wanted) is go for name in choice.widths)
+    assert choice.widths == problem.uniform() and choice.sample_passes == 20 * 64 + 4 * 64
+
+    problem = residual_problem()
+    choice = method.find(problem, SoftConfig())
+    model = choice.model.double().eval()
+    cut, x = dmcp.cut(model, problem.graph, choice.kept), problem.held_out.batches[0][0].double()
+    torch.testing.assert_close(model(x), cut(x))
+    torch.testing.assert_close(model.train()(x), cut.train()(x))
+
+
+def test_zeroed_filters_are_trained_on_but_do_not_outgrow_the_others() -> None:
+    """Epsilon alone is left under the root of a BatchNorm there: at the full gradient they become the largest."""
+    problem, growth = planted_problem(epochs=3), list[float]()
+    seen: list[Tensor] = []  # norms in two spaces after three epochs
+    for regrowth in (0.01, 1.0):
+        seen.clear()
+        prune_softly(lambda it: seen.append(it.norm(dim=1)) or seen[-1], problem, SoftConfig(regrowth=regrowth))
+        assert len(seen) == 2 * 3 and all((norms > 0).all() for norms in seen)
+        growth.append((torch.stack(seen[2:]).max() / torch.stack(seen[:2]).max()).item())
+    assert growth[0] < 1.5 and growth[1] > 4
+
+
 def test_they_run_in_one_command(here: Any, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     quick = ["amc.warmup=1", "amc.episodes=2", "amc.agent={'hidden': 8}", "metapruning.hidden=1"]
     quick += ["metapruning.population=3", "metapruning.generations=1", "metapruning.epochs=1"]
     words = [word for text in quick for word in ("--set", text)]
-    assert typed("--methods", f"{AMC},{META}", *words, "--no-unpruned") == 0
-    rows = [line[:1] + line[4:5] for line in cells(capfd.readouterr().out)[1:]]
-    assert [method for method, _ in rows] == ["amc", "metapruning"] and rows[0][1].endswith("fine-tuned")
+    assert typed("--methods", f"{SFP},{AMC},{META}", *words, "--set", "sfp.regrowth=1", "--no-unpruned") == 0
+    rows = {line[0]: line[2:5:2] for line in cells(capfd.readouterr().out)[1:]}
+    assert sorted(rows) == ["amc", "metapruning", "sfp", "uniform"] and rows["amc"][1].endswith("fine-tuned")
+    assert rows["sfp"][0] == "= uniform" and rows["sfp"][1].endswith("as trained")
+
+
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
+def test_what_we_cut_out_is_what_torch_pruning_leaves(build: Any) -> None:
+    package = pytest.importorskip("torch_pruning")
+    torch.manual_seed(0)
+    model = build(num_classes=10).eval()
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):  # no two channels are the same to a ranking
+            part.weight.data = 0.5 + torch.rand(part.num_features)
+    graph, x = dmcp.trace(model, torch.zeros(2, 3, 32, 32)), torch.randn(3, 3, 32, 32)
+    for config in (TorchPruningConfig(steps=10), TorchPruningConfig(steps=10, global_pruning=False)):
+        pruned, ledger = copy.deepcopy(model), peer._Ledger(model, graph, config.steps)
+        pruner = peer._pruner(package, config, pruned, graph, x)
+        for step in range(4):
+            ledger.follow(pruner, step)
+        widths = graph.widths(ledger.widths())
+        assert 0.1 < graph.macs(widths) / graph.macs() < 0.9
+        ours = dmcp.cut(model, graph, {name: ledger.strongest(name, width) for name, width in widths.items()})
+        assert [p.shape for p in ours.parameters()] == [p.shape for p in pruned.parameters()]
+        assert torch.allclose(ours(x), pruned(x), atol=1e-5)
+
+
+def test_torch_pruning_keeps_the_needed_channels() -> None:
+    pytest.importorskip("torch_pruning")
+    problem = planted_problem()
+    model = copy.deepcopy(problem.model)
+    dmcp.train(model, problem.loader, problem.recipe)
+    for how in ({}, {"normalize": False}, {"global_pruning": False}):
+        choice = choose(
+            "experiments.methods.peer:torch_pruning", problem, TorchPruningConfig(**how), model.state_dict()
+        )
+        gap = choice.widths["needed"] - choice.widths["useless"]
+        assert abs(gap) <= 1 if "global_pruning" in how else gap == 7 if how else gap > 0
+        assert torch.equal(choice.model.needed.weight, model.needed.weight)  # chosen in the trained network

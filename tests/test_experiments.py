@@ -21,23 +21,6 @@ SETTINGS = {path.stem: run.read_settings(path) for path in sorted((FOLDER / "set
 VARIED = [name for name, it in SETTINGS.items() if "variant" in it]
 
 
-def test_every_recorded_run_is_there() -> None:
-    """Counted when the files came here; torch-pruning has come since."""
-    assert len(RECORDED) == 29
-    assert sum(len(it.get("cells", [])) for it in RECORDED.values()) == 438
-    assert sum(len(it["rows"] if "rows" in it else it["lines"]) for it in RECORDED.values()) == 244
-    for name, it in RECORDED.items():
-        found: dict[str, list[float]] = {}
-        for cell in it.get("cells", []):
-            assert cell["name"].endswith(f"-seed{cell['seed']}")
-            assert name == "recover" or (0.8 < cell["accuracy"] < 1 and (cell["widths"] or "unpruned" in cell["name"]))
-            found.setdefault(cell["label"], []).append(cell["accuracy"])
-        for row in it.get("rows", it.get("lines")):
-            assert "method" not in row or {"budget", "seeds", "accuracies"} <= row.keys()
-            if row.get("label") in found and name not in ("recover", "sampling"):
-                assert row["accuracies"] == found[row["label"]], (name, row["label"])
-
-
 @pytest.mark.parametrize("name", VARIED)
 def test_settings_are_those_of_the_recorded_runs(name: str) -> None:
     settings = SETTINGS[name]

@@ -107,6 +107,7 @@ def test_a_file_that_is_not_the_network_is_not_left_behind(
     record = exporting.record
 
     def spoilt(net: nn.Module, example: Any) -> Any:
+        assert [*tmp_path.iterdir()] == [path]  # a kill would leave nothing else
         other = copy.deepcopy(net)
         other[0].weight.data[1] += 0.1
         return record(other, example)

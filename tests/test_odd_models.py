@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +26,7 @@ class Odd(nn.Module):
         super().__init__()
         self.first, self.second, self.norm = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 3), nn.BatchNorm2d(12)
         self.third, self.head = nn.Conv2d(12, 12, 1), nn.Linear(12, 10)
-        self.middle, self.end = middle, end
+        self.middle, self.end, self.dice, self.last = middle, end, torch.Generator(), None
 
     def forward(self, x: Tensor) -> Any:
         y = self.middle(self, self.norm(self.second(F.relu(self.first(x)))))
@@ -30,19 +34,12 @@ class Odd(nn.Module):
 
 
 class Repeated(Odd):
-    """One block under three names, and its layers under a fourth."""
+    """One block under three names, its layers under a fourth, and a weight in two modules."""
 
     def __init__(self) -> None:
-        super().__init__(lambda self, y: self.again(self.blocks[2](self.blocks[1](self.blocks[0](y)))))
-        block = nn.Sequential(nn.Conv2d(12, 12, 1), nn.BatchNorm2d(12), nn.ReLU())
+        super().__init__(lambda self, y: self.again(self.blocks[2](self.other(self.blocks[1](self.blocks[0](y))))))
+        block = nn.Sequential(self.third, nn.BatchNorm2d(12), nn.ReLU())
         self.blocks, self.again = nn.ModuleList([block] * 3), nn.Sequential(block[0], nn.ReLU())
-
-
-class Tied(Odd):
-    """Two modules with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda self, y: self.third(self.other(y)))
         self.other = nn.Conv2d(12, 12, 1)
         self.other.weight = self.third.weight
 
@@ -51,19 +48,53 @@ def plain(self: Any, y: Tensor) -> Tensor:
     return self.third(y)
 
 
+def halved(self: Any, y: Tensor, now: bool) -> Tensor:
+    return self.third(y[:, :6].repeat(1, 2, 1, 1) if now else y)
+
+
+def around_an_error(self: Any, y: Tensor) -> Tensor:
+    try:
+        return self.third(y + y[:, :5])
+    except RuntimeError:
+        return self.third(2 * y)
+
+
+def remembering(self: Any, y: Tensor) -> Tensor:
+    before, self.last = self.last, y.detach()
+    return self.third(y if before is None or before.shape != y.shape else y + before)
+
+
+@functools.lru_cache
+def ramp(size: int) -> Tensor:
+    return torch.linspace(0, 1, size)
+
+
 def with_indices(self: Any, y: Tensor) -> Tensor:
     y, places = F.max_pool2d(y, 2, return_indices=True)
     return self.third(y) + places.sum(1, keepdim=True) / 100
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
-    "a module under several names": Repeated,
-    "a weight in two modules": Tied,
+    "a module under several names, a weight in two modules": Repeated,
     "an object": lambda: Odd(plain, lambda y: SimpleNamespace(logits=y)),
     "an object that holds itself, beside logits": lambda: Odd(plain, lambda y: (y, knot(y))),
     "values of a dict": lambda: Odd(plain, lambda y: {"logits": y}.values()),
     "the last channels": lambda: Odd(lambda self, y: self.third(y)[:, -8:-4].repeat(1, 3, 1, 1)),
     "indices of a pool": lambda: Odd(with_indices),
+    "running statistics": lambda: Odd(lambda self, y: self.third(y) + self.norm.running_mean.sum()),
+    "dice": lambda: Odd(lambda self, y: self.third(y) + torch.bernoulli(y, 1.0).sum(1, keepdim=True)),
+    "dice of its own": lambda: Odd(
+        lambda self, y: self.third(y * (1 + torch.rand(1, generator=self.dice).item() // 1))
+    ),
+    "a root": lambda: Odd(
+        lambda self, y: self.third(y) + (y * y).mean((2, 3), keepdim=True).sqrt().sum(1, keepdim=True)
+    ),
+    "a log line": lambda: Odd(lambda self, y: self.third(y if f"{y.sum():.1f}" else 2 * y)),
+    "a table kept elsewhere": lambda: Odd(lambda self, y: self.third(y * ramp(y.shape[-1]).to(y))),
+    "a way around an error": lambda: Odd(around_an_error),
+    "gradients on": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled())),
+    "gradients on in one mode": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled() != self.training)),
+    "a history": lambda: Odd(lambda self, y: halved(self, y, y.requires_grad and not y.is_leaf)),
     "x log x": lambda: Odd(lambda self, y: self.third(y) + (y**2 * (y**2).log()).sum(1, keepdim=True)),
     "rsqrt": lambda: Odd(
         lambda self, y: self.third(y * (y * y).mean((2, 3), keepdim=True).rsqrt()) + y.sum(1, keepdim=True)
@@ -84,7 +115,7 @@ def test_exact_in_every_mode(name: str) -> None:
     torch.manual_seed(0)
     model, x = NETS[name]().double(), torch.randn(4, 3, 12, 12).double()
     graph = dmcp.trace(model, x)
-    assert graph.spaces and "head" in [it.name for it in graph.unprunable]
+    assert dmcp.verify(model, graph, x) < 1e-12 and "head" in [it.name for it in graph.unprunable]
     widths = graph.widths([max(1, space.size // 2) for space in graph.spaces])
     net = dmcp.Supernet(model, graph)
     for training in (False, True):
@@ -96,21 +127,43 @@ def test_exact_in_every_mode(name: str) -> None:
             assert distance(net(x, net.hard(graph.full)), model.eval()(x)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        Odd(plain, lambda y: (one for one in (y,))),
-        Odd(lambda self, y: self.third(y[:, :6].repeat(1, 2, 1, 1) if torch.is_grad_enabled() else y)),
-    ],
-    ids=["a generator", "a branch on gradients"],
-)
-def test_refused_or_kept_unpruned(model: nn.Module) -> None:
-    x = torch.randn(2, 3, 12, 12)
-    try:
+def test_verify_takes_other_inputs() -> None:
+    x, blur = torch.randn(2, 3, 12, 12), torch.rand(12, 12, 3, 3)
+    for odd in (lambda y: len(y) == 1, lambda y: y.shape[-1] > 8):
+        model = Odd(lambda self, y, odd=odd: self.third(y.flip(1) if odd(y) else y))
         graph = dmcp.trace(model, x)
-    except dmcp.TraceError:
-        return
-    small = dmcp.cut(model, graph, graph.widths([max(1, space.size // 2) for space in graph.spaces]))
-    for training in (False, True):
-        with torch.set_grad_enabled(training):
-            small.train(training)(x)
+        assert dmcp.verify(model, graph, x.half()) == 0
+        with pytest.raises(dmcp.CutError):
+            dmcp.verify(model, graph, torch.randn(1, 3, 16, 16))
+    model = Odd(lambda self, y: (y.requires_grad and y.register_hook(lambda it: it / it.shape[1]), self.third(y))[1])
+    with pytest.raises(dmcp.CutError, match="gradients"):
+        dmcp.verify(model, dmcp.trace(model, x), x)
+    model = Odd(lambda self, y: F.conv2d(self.third(y), blur))  # not in float64
+    assert dmcp.verify(model, dmcp.trace(model, x), x) < 1e-5
+
+
+def test_copies_that_would_not_stand_alone_are_refused() -> None:
+    named, hooked, ran = Odd(plain), Odd(lambda self, y: self.third(y) + self.last), Odd(remembering)
+    locked = Odd(plain)
+    locked.last = threading.Lock()
+    named.middle = lambda _, y: named.third(y)
+    hooked.third.register_forward_hook(lambda module, args, y: setattr(hooked, "last", y))
+    ran(torch.randn(2, 3, 12, 12))
+    for model, word in (
+        (named, "holds the model"),
+        (hooked, "holds the model"),
+        (ran, "earlier run"),
+        (locked, "copied"),
+    ):
+        with pytest.raises(dmcp.TraceError, match=word):
+            dmcp.trace(model, torch.randn(2, 3, 12, 12))
+    assert hooked.last is None
+
+
+def test_threads_leave_torch_as_it_was() -> None:
+    model, x = Odd(plain), torch.randn(2, 3, 12, 12)
+    world = lambda: (torch.backends.mha.get_fastpath_enabled(), random.getstate(), torch.get_rng_state().tolist())  # noqa: E731
+    before = world()
+    with ThreadPoolExecutor(8) as pool:
+        assert len({graph.summary() for graph in pool.map(lambda _: dmcp.trace(model, x), range(16))}) == 1
+    assert world() == before

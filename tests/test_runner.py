@@ -13,7 +13,6 @@ import pytest
 from torch import nn
 from typed import command
 
-import dmcp
 from dmcp.cli import prune
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job, open_job
@@ -88,11 +87,6 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
     assert one.scratch and not found["l1-50%-seed3"].scratch
     alone = replace(TWO, methods=("l1",), budgets=("50%",), unpruned=False, settings={})  # trained by uniform's runs
     assert {it.method for it in planned(alone, job).values()} == {"unpruned", "l1", "uniform"}
-    widths = dmcp.uniform(job.graph, "50%")  # given ones are rows at the budgets that they use
-    given = {"methods": ("uniform", "widths:hand"), "budgets": ("50%", "90%"), "settings": {"hand": dict(widths)}}
-    found = planned(replace(SMALL, **given), job)
-    assert [it.budget for it in found.values() if it.method == "widths:hand"] == ["50%"]
-    assert found["hand-50%-seed0"].settings == widths
 
 
 @pytest.mark.parametrize(
@@ -103,8 +97,6 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
         {"settings": {"slimming": {"sparsty": 1}}},
         {"protocol": replace(TWO.protocol, scratch=False)},
         {"budgets": ("50%", "0.5")},
-        {"methods": ("widths:hand",), "settings": {"hand": {"x": 3}}},
-        {"methods": ("widths:hand",), "settings": {"hand": {"0": 6}}},
         {"protocol": changed(batch=5000)},
         {"protocol": changed(search={"max_channels": {"0": 2}}), "budgets": ("95%",)},
     ],
@@ -177,7 +169,7 @@ class Killed(BaseException):
 
 
 QUICK = {"dmcp": {"epochs": 2, "groups": 3}, "autoslim": {"epochs": 2, "groups": 3, "batches": 1}}
-TABLE = replace(SMALL, methods=("l1", "slimming", "sfp", "autoslim", "dmcp"), settings=QUICK)
+TABLE = replace(SMALL, methods=("l1", "slimming", "experiments.methods.soft:sfp", "autoslim", "dmcp"), settings=QUICK)
 KEPT = {"log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "prepared.safetensors"}
 
 
@@ -347,10 +339,8 @@ def test_the_command_fills_a_folder(here: Path, capfd: pytest.CaptureFixture[str
 
 def test_runs_that_fail_are_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "failing.py").write_text("def mine(problem):\n    return 1 / 0\n")
-    (here / "hand.json").write_text(json.dumps({"layer1.0.conv1": 7}))
-    more = ("--methods", "uniform,failing:mine", "--no-unpruned", "--widths", "hand=hand.json", "--budget", "50%")
-    assert typed(*more, "--budget", "79%") == 2
+    assert typed("--methods", "uniform,failing:mine", "--no-unpruned", "--budget", "50%", "--budget", "79%") == 2
     printed, told = capfd.readouterr()
     rows = [(method, budget) for method, budget, *_ in cells(printed)[1:]]
-    assert rows == [("uniform", "79%"), ("hand", "79%"), ("uniform", "50%")]
+    assert rows == [("uniform", "79%"), ("uniform", "50%")]
     assert "2 runs failed" in told and "mine-50%-seed0" in told and "ZeroDivisionError" in told

@@ -15,13 +15,20 @@ import pytest
 import torch
 from nets import NETS, Chain, distance, randomise, sample
 from safetensors import safe_open
-from test_cutting import Odd, narrowed, same, state
+from test_cutting import Odd, same, state
 from torch import nn
 
 import dmcp
 from dmcp.widths import fingerprint
 
 Case = tuple[nn.Module, Any, Any, Any]
+
+
+def narrowed(model: nn.Module, shape: tuple[int, ...]) -> tuple[nn.Module, Any, Any, Any]:
+    """The model, its graph, widths of about two thirds, and the network cut to them."""
+    graph = dmcp.trace(model, torch.zeros(2, *shape, dtype=next(model.parameters()).dtype))
+    widths = graph.widths({space.name: max(1, space.size * 2 // 3) for space in graph.spaces})
+    return model, graph, widths, dmcp.cut(model, graph, widths)
 
 
 @pytest.fixture

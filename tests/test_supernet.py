@@ -15,6 +15,7 @@ from nets import Chain, Depthwise, HandNet, PreActivation, Residual, SqueezeExci
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import dmcp
 from dmcp.errors import WidthsError
@@ -141,12 +142,38 @@ def test_short_chains_are_padded() -> None:
     assert net.graph.expected_cost("macs", net.marginals(), net.sizes).item() == net.graph.macs()
 
 
+class Reversible(torch.autograd.Function):
+    """Computes its layer once more in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer, ctx.x = layer, x
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(ctx.x), gradient)
+        return None, None
+
+
+def kept(layer: Any) -> Tensor:
+    layer.kept = layer.weight.tanh() if getattr(layer, "kept", None) is None else layer.kept
+    return layer.kept
+
+
+LOSING = {
+    "checkpointing": lambda m, x: m.other(checkpoint(m.one, x, use_reentrant=False)),
+    "old checkpointing": lambda m, x: m.other(checkpoint(m.one, x, use_reentrant=True)),
+    "reversible": lambda m, x: m.other(Reversible.apply(x.requires_grad_(), m.one)),
+    "kept": lambda m, x: F.conv2d(m.one(x), kept(m.other)),
+}
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs")  # torch's own, of the old kind under no_grad
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_is_refused(reentrant: bool) -> None:
-    layers = {"one": nn.Conv2d(3, 4, 1), "other": nn.Conv2d(4, 5, 1)}
-    frugal = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
-    model = Toy(lambda m, x: m.other(frugal(m.one, x)), **layers)
+@pytest.mark.parametrize("way", LOSING)
+def test_layers_that_would_lose_gates_are_refused(way: str) -> None:
+    model = Toy(LOSING[way], one=nn.Conv2d(3, 4, 1), other=nn.Conv2d(4, 5, 1))
     graph = dmcp.trace(model, torch.zeros(2, 3, 8, 8))
     assert dmcp.cut(model, graph, graph.full) is not None  # cutting needs no gates
     with pytest.raises(WidthsError):

@@ -149,6 +149,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: Literal(lambda m, x: torch.cat(x.split([m.c // 2, m.c - m.c // 2], 1), 1).flatten(1)),
         None,
     ),
+    "equal pieces by a number": (
+        lambda: Toy(
+            lambda m, x: head(m, torch.cat(((two := m.a(x).split((m.c, m.c), 1))[0], two[1] + m.b(two[1])), 1)),
+            **ab(20, reads=3, last=20) | {"b": nn.Conv2d(10, 10, 1)},
+            c=10,
+        ),
+        {"a.0": 10},
+    ),
     "a returned map": (lambda: Toy(lambda m, x: [y := m.a(x), head(m, m.b(y))], **ab()), {"b.0": 12}),
     "nested outputs": (
         lambda: Toy(lambda m, x: Answer(head(m, m.b(y := m.a(x))), {"aux": [m.aux(y), None]}), **ab(), aux=unit(16, 9)),
@@ -269,24 +277,6 @@ def test_class_attributes_that_forward_sets(tmp_path: Path) -> None:
     dmcp.save(small, graph.widths(widths), tmp_path)
     assert torch.equal(dmcp.load(tmp_path, Anchored().double()).eval()(X), small(X))
     assert torch.equal(model(X), before)
-
-
-class Halves(nn.Module):
-    """One half of the channels by a number, named twice, as in YOLO's C2PSA."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.c = width
-        self.a, self.head = unit(3, 2 * width), nn.Linear(2 * width, 5)
-        self.b = nn.Conv2d(width, width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, other = self.a(x).split((self.c, self.c), 1)
-        return head(self, torch.cat((one, other + self.b(other)), 1))
-
-
-def test_equal_pieces_by_a_number_are_pruned() -> None:
-    check(Halves(10), X, {"a.0": 10})
 
 
 def test_layer_norm_is_pruned_with_exact_false() -> None:

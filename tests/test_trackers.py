@@ -1,4 +1,4 @@
-"""What a run reports arrives at the services: TensorBoard's own reader and stand-ins for W&B and MLflow say so."""
+"""What a run reports arrives at the services: TensorBoard's own reader and a stand-in for W&B say so."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
 
 from dmcp.errors import DmcpError
+from dmcp.report import trackers
 from dmcp.report.trackers import Tracker, scalars
 from dmcp.results import Row
 from dmcp.searching.config import SearchRecord
@@ -64,59 +64,47 @@ def test_tensorboard_shows_every_stage(tmp_path: Path) -> None:
     assert json.loads(reader.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]) == SETTINGS
 
 
-# W&B and MLflow, by stand-ins
+# W&B by a stand-in
 
 
 @pytest.fixture
-def services(monkeypatch: pytest.MonkeyPatch) -> tuple[MagicMock, MagicMock]:
-    wandb, mlflow = MagicMock(), MagicMock()
-    for name, it in (("wandb", wandb), ("mlflow", mlflow)):
-        it.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        monkeypatch.setitem(sys.modules, name, it)
+def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    service = MagicMock(__spec__=importlib.machinery.ModuleSpec("wandb", None))
+    monkeypatch.setitem(sys.modules, "wandb", service)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
-    wandb.init.return_value.id, mlflow.start_run.return_value.info.run_id = "abc123", "f00"
-    return wandb, mlflow
+    service.init.return_value.id = "abc123"
+    return service
 
 
-def test_every_stage_arrives_and_a_resumed_run_goes_on_there(services: Any, tmp_path: Path) -> None:
-    wandb, mlflow = services
+def test_every_stage_arrives_and_a_resumed_run_goes_on_there(wandb: MagicMock, tmp_path: Path) -> None:
     run = wandb.init.return_value
-    send(Tracker(["wandb,mlflow", "wandb"], tmp_path, SETTINGS), interrupt=True)
+    send(Tracker(["wandb", "wandb"], tmp_path, SETTINGS), interrupt=True)
     place = {"dir": str(tmp_path), "name": tmp_path.name, "resume": "allow", "project": "dmcp", "config": SETTINGS}
-    wandb.init.assert_called_once_with(**place, id=None)
+    wandb.init.assert_called_once_with(**place)
     assert run.log.call_args_list[3] == call({"my-net/loss": 0.5, "my-net/lr": 0.1, "step": 1})  # no step of W&B's own
+    assert run.log.call_count == len(EVENTS)
     run.define_metric.assert_called_once_with("*", step_metric="step")
-    mlflow.set_experiment.assert_called_once_with("dmcp")
-    mlflow.start_run.assert_called_once_with(run_id=None, run_name=tmp_path.name)
-    flat = {"job.model": "resnet18", "job.ignore": ["fc"], "search.lr": 0.2, "train": None}
-    mlflow.log_params.assert_called_once_with(flat)
-    metrics = mlflow.log_metrics.call_args_list
-    assert [it.kwargs["step"] for it in metrics] == [0, 1, 0, 1, 0]
-    assert metrics[3].args == ({"my-net/loss": 0.5, "my-net/lr": 0.1},)
     run.finish.assert_called_once_with(exit_code=1)
-    assert mlflow.mock_calls[-2:] == [call.flush_async_logging(), call.end_run("FAILED")]
-    send(Tracker(["wandb", "mlflow"], tmp_path, SETTINGS))
+    send(Tracker(["wandb"], tmp_path, SETTINGS))
     assert wandb.init.call_args == call(**place, id="abc123") and run.finish.call_args == call(exit_code=0)
-    assert mlflow.start_run.call_args == call(run_id="f00", run_name=tmp_path.name)
-    assert mlflow.log_params.call_count == 1 and mlflow.end_run.call_args == call("FINISHED")
 
 
 def test_a_service_that_fails_is_dropped_and_one_that_does_not_start_is_an_error(
-    services: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    wandb: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb, mlflow = services
-    with Tracker(["wandb", "mlflow"], tmp_path, SETTINGS) as tracker:
+    other = trackers.Service(MagicMock(), MagicMock())
+    monkeypatch.setitem(trackers._OPENERS, "json", lambda *_: other)
+    with Tracker(["wandb,json"], tmp_path, SETTINGS) as tracker:
         tracker.on_event(search(0))
         wandb.init.return_value.log.side_effect = ConnectionError("the server is gone")
         tracker.on_event(search(1))
         tracker.on_event(search(2))
     assert capsys.readouterr().err.count("wandb") == 1  # one line
-    assert mlflow.log_metrics.call_count == 3 and mlflow.end_run.call_args == call("FINISHED")
+    assert other.log.call_count == 3 and other.close.call_args == call(False)
     wandb.init.side_effect = ValueError("api_key not configured")
     with pytest.raises(DmcpError, match="wandb does not start"):
-        Tracker(["mlflow", "wandb"], tmp_path, SETTINGS)
-    assert mlflow.end_run.call_args == call("FAILED")  # nothing is left open
+        Tracker(["json", "wandb"], tmp_path, SETTINGS)
+    assert other.close.call_args == call(True)  # nothing is left open
     monkeypatch.setitem(sys.modules, "wandb", None)
     for name in ("tensorbord", "wandb"):
         with pytest.raises(DmcpError, match=name):

@@ -185,8 +185,10 @@ def test_what_cannot_be_trained() -> None:
         (TrainingError, lambda: train(net, [], SHORT)),
         (DataError, lambda: train(net, iter(batches), SHORT)),
         (TrainingError, lambda: train(tiny().requires_grad_(False), batches, SHORT)),
+        (TrainingError, lambda: torch.no_grad()(train)(net, batches, SHORT)),
     ]
     losses = [lambda output, _: output, lambda output, _: output.sum().item(), lambda output, _: output.sum().detach()]
+    losses.append(lambda output, _: torch.complex(output, output).sum())
     calls += [(TrainingError, lambda it=it: train(net, batches, SHORT, task=Task(loss=it))) for it in losses]
     graphs, adam = Runtime(engine=Engine(graphs=True)), Task(optimizer=torch.optim.Adam)
     calls.append((TrainingError, lambda: train(net, batches, SHORT, task=adam, runtime=graphs)))

@@ -73,7 +73,9 @@ PLACES = {  # module:name of what `import dmcp` does not give
     "make_loader": ("dmcp.data.loaders:make_loader", "dmcp.data:make_loader"),
     "METHODS": ("dmcp.compare.methods:METHODS", "dmcp.methods:METHODS"),
     "Problem": ("dmcp.compare.problem:Problem", "dmcp.methods.problem:Problem"),
-    "amc": ("experiments.methods.amc:amc",),  # before they were in METHODS
+    "sfp": ("experiments.methods.soft:sfp",),  # before they were in METHODS
+    "fpgm": ("experiments.methods.soft:fpgm",),
+    "amc": ("experiments.methods.amc:amc",),
     "metapruning": ("experiments.methods.metapruning:metapruning",),
     "DdpgConfig": ("experiments.methods.amc:DdpgConfig", "dmcp.compare.amc:DdpgConfig", "dmcp.methods.ddpg:DdpgConfig"),
     "Task": ("dmcp.training:Task", "dmcp.preflight:Task"),

@@ -83,7 +83,7 @@ def export(
     with blaming("preprocessing must be plain data that JSON can hold"):
         note = None if preprocessing is None else json.dumps(preprocessing)
     net = narrow(unwrap(model), {}, {}).cpu().eval().requires_grad_(False)
-    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
         new = Path(folder) / path.name
         (write_onnx if path.suffix == ONNX else write_pt2)(net, example, new, note)
         file = open_file(new)
@@ -101,8 +101,8 @@ def check_target(path: Path) -> None:
     """Refuse a file that cannot be written before anything is done."""
     if path.is_dir() or path.suffix not in (ONNX, PT2):
         raise FileError(f"{path}: name a file whose suffix is {ONNX} or {PT2}.")
-    if not path.parent.is_dir():
-        raise FileError(f"{path}: there is no folder {path.parent}: make it, or name another file.")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise FileError(f"{path}: there is no folder {path.parent} to write to: make it, or name another file.")
     if path.suffix == ONNX and (missing := missing_packages()):
         raise DmcpError(f"{missing}, or name a {PT2} file, which needs torch only.")
 
@@ -308,7 +308,7 @@ def quantize(
     with blaming(f"{source}: onnxruntime cannot open it"):
         before = open_file(source)
     batches = _first_inputs(loader, samples)
-    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+    with blaming(f"{path}: not written"), tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
         new = Path(folder) / path.name
         _write_int8(source, [by_name(before.names, batch) for batch in batches], new)
         after = open_file(new)

@@ -30,12 +30,6 @@ class Place:
         tensor = model.get_parameter(self.name).detach().transpose(0, self.dim)
         return tensor[self.rows.to(tensor.device)].flatten(1)
 
-    @torch.no_grad()
-    def silence(self, model: nn.Module, channels: Tensor) -> None:
-        """Set what the parameter holds of these channels to zero, in place."""
-        tensor = model.get_parameter(self.name)
-        tensor.transpose(0, self.dim)[self.rows[channels.cpu()].flatten().to(tensor.device)] = 0
-
 
 # which places there are
 
@@ -48,18 +42,18 @@ def placed(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[P
 
 def written(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[Place]:
     """The filters of convs and linears that write the channels; all of them, where several layers are tied."""
-    return [place for place, part in _owned(model, graph, space, "weight") if _writes(part, place)]
+    return [place for place, part in _weights(model, graph, space) if _writes(part, place)]
 
 
-def scaled(model: nn.Module, graph: ChannelGraph, space: ChannelSpace, leaf: str = "weight") -> list[Place]:
-    """The scales (or shifts: "bias") of batch norms over the channels."""
-    return [place for place, part in _owned(model, graph, space, leaf) if isinstance(part, _NormBase)]
+def scaled(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[Place]:
+    """The scales of batch norms over the channels."""
+    return [place for place, part in _weights(model, graph, space) if isinstance(part, _NormBase)]
 
 
-def _owned(model: nn.Module, graph: ChannelGraph, space: ChannelSpace, leaf: str) -> Iterator[tuple[Place, nn.Module]]:
+def _weights(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> Iterator[tuple[Place, nn.Module]]:
     for place in placed(model, graph, space):
         owner, _, own = place.name.rpartition(".")
-        if own == leaf:
+        if own == "weight":
             yield place, model.get_submodule(owner)
 
 

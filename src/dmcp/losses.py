@@ -97,9 +97,10 @@ def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
     """What a loss gives, if it can be trained on."""
     with _noted("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
         value = loss(output, batch)
-    if not isinstance(value, Tensor) or value.ndim or (torch.is_grad_enabled() and not value.requires_grad):
+    usable = isinstance(value, Tensor) and not value.ndim and not value.is_complex()
+    if not usable or (torch.is_grad_enabled() and not value.requires_grad):
         raise TrainingError(
-            f"A loss must return a tensor of one number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
+            f"A loss must return one real number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
             "return a mean over the samples, and leave out .item(), .detach() and argmax."
         )
     return value
@@ -122,7 +123,7 @@ def check_range(labels: Tensor, classes: int) -> None:
     """Refuse labels of classes that the network has no output for."""
     if labels.is_floating_point() or not labels.numel():
         return  # shares of classes
-    lowest, highest = (int(it) for it in labels.masked_fill(labels == _IGNORED, 0).aminmax())
+    lowest, highest = torch.stack(labels.masked_fill(labels == _IGNORED, 0).aminmax()).tolist()  # waits once
     if lowest < 0 or highest >= classes:
         raise DataError(
             f"A label is {lowest if lowest < 0 else highest}, but the network has {classes} outputs, for labels from 0 "
@@ -246,5 +247,5 @@ def _noted(call: str) -> Iterator[None]:
     except DmcpError:
         raise
     except Exception as error:
-        error.add_note(f"dmcp calls {call}, with the whole batch: see docs/api.md.")
+        error.add_note(f"dmcp calls {call}, with the whole batch.")
         raise

@@ -61,7 +61,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DataParallel, DistributedDataParallel or torch.compile; others are refused."""
     while True:
         check_module(model)
-        if isinstance(model, torch.jit.ScriptModule):
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise TraceError("A TorchScript module cannot be pruned: give the Python module it was made from.")
         inner = getattr(model, "_orig_mod", None)  # torch.compile
         if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -80,16 +80,22 @@ def narrow(
     """
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        small = _index(parameter.detach(), cuts.get(name, ()), meta)
+        small = index(parameter.detach(), cuts.get(name, ()), meta)
         memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
         memo[id(parameter)].__dict__.update(parameter.__dict__)
     for name, buffer in model.named_buffers():
-        memo.setdefault(id(buffer), _index(buffer.detach(), cuts.get(name, ()), meta))
+        memo.setdefault(id(buffer), index(buffer.detach(), cuts.get(name, ()), meta))
     for held in (held for module in model.modules() for held in vars(module).values()):
         if type(held) in (dict, OrderedDict) and not held:  # every module has a dozen of hooks, slow to copy
             memo[id(held)] = type(held)()
-    with _Copying(meta):
-        small_model = copy.deepcopy(model, memo)
+        for one in held if type(held) in (list, tuple) else (held,):
+            if isinstance(one, torch.Generator):  # its state must not land on the meta device
+                memo[id(one)] = one.clone_state()
+    try:
+        with _Copying(meta):
+            small_model = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:  # a lock, an open file
+        raise TraceError(f"The model cannot be copied, as copy.deepcopy(model) shows: {error}.") from error
     for path, values in attributes.items():
         module = small_model.get_submodule(path)
         for attribute, value in values.items():
@@ -102,7 +108,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     return narrow(model, {}, {}, meta=True)
 
 
-def _index(tensor: Tensor, cut: Cut, meta: bool) -> Tensor:
+def index(tensor: Tensor, cut: Cut, meta: bool = False) -> Tensor:
     """A copy of the tensor with the chosen indices of each dim."""
     if meta:
         shape = [n if kept is None else len(kept) for n, kept in zip(tensor.shape, cut, strict=True)] if cut else None

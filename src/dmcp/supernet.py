@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,8 +32,11 @@ class Supernet(nn.Module):
         model = unwrap(model)
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError("This graph was traced from another architecture: trace this model.")
-        if any(recording.recomputes for recording in graph.recordings):
-            raise WidthsError("Activation checkpointing loses gates: switch it off and trace the model again.")
+        gated = {fold.tensor for fold in (*graph.hard_folds, *graph.soft_folds)}
+        if any(recording.recomputes or recording.keeps & gated for recording in graph.recordings):
+            raise WidthsError(
+                "Layers computed again in the backward pass, or whose weights are kept, lose gates: end that."
+            )
         self.model = narrow(model, {}, {})
         self.graph = graph
         spaces = [space.size for space in graph.spaces]
@@ -71,10 +74,13 @@ class Supernet(nn.Module):
         """Probability that each group is kept; zero behind the end of a short chain. -> (S, G)"""
         return marginals(self.alpha) * (self.sizes > 0)
 
-    def hard(self, widths: Mapping[str, int] | Tensor) -> Tensor:
+    def hard(self, widths: Mapping[str, int] | Sequence[int] | Tensor) -> Tensor:
         """Gates of the sub-network with these widths: its first channels. -> (channels,) bool"""
-        kept = widths if isinstance(widths, Tensor) else self.graph.widths(widths).tensor()
-        return self.position < kept.to(self.position.device)[self.space_of]
+        return self.first(self.graph.widths(widths).tensor().to(self.position.device))
+
+    def first(self, kept: Tensor) -> Tensor:
+        """The same without looking at the numbers, for which the host would wait. (S,) -> (channels,) bool"""
+        return self.position < kept[self.space_of]
 
     def soft(self) -> Tensor:
         """Gates of the soft network: each channel's marginal (eq. 7). -> (channels,)"""
@@ -86,13 +92,13 @@ class Supernet(nn.Module):
 
     def unfolded(self) -> dict[str, Tensor]:
         """What `fold` gives for gates that are all open, without any computation."""
-        tensors = {name: _tensor(self.model, name) for name in self._hard.names}
+        tensors = {name: attrgetter(name)(self.model) for name in self._hard.names}
         return _everywhere({name: tensor.view_as(tensor) for name, tensor in tensors.items()}, self._ties)
 
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
         table = self._hard if gates.dtype == torch.bool else self._soft
-        return _everywhere(table.fold(partial(_tensor, self.model), gates), self._ties)
+        return _everywhere(table.fold(lambda name: attrgetter(name)(self.model), gates), self._ties)
 
 
 def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:
@@ -174,13 +180,6 @@ def _gate_index(fold: GateFold, offsets: list[int]) -> Tensor:
         ones = torch.full((depth - len(rows), count), offsets[-1])
         columns.append(torch.cat([rows.reshape(-1, count), ones]))
     return torch.cat(columns, dim=1)
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor = getattr(model.get_submodule(owner), leaf)
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 # one sub-network that is really narrow

@@ -137,8 +137,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a network without parameters that can be trained."""
+    """Refuse a network without parameters that can be trained, and a place where nothing can be."""
     check_module(model)
+    if not torch.is_grad_enabled():
+        raise TrainingError("Gradients are switched off here (torch.no_grad, torch.inference_mode): call it outside.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TrainingError("No parameter of the model has requires_grad: call model.requires_grad_(True).")
 

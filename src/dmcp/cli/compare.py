@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from dmcp.cli import prune, session
 from dmcp.cli.config import Request, RunConfig, argument
 from dmcp.cli.session import Job, place_of
 from dmcp.compare import runner
-from dmcp.compare.methods import GIVEN, METHODS, PEER, title
+from dmcp.compare.methods import METHODS, title
 from dmcp.compare.table import COMMANDS, PAGE, write_table
 from dmcp.errors import DmcpError, StoppedError
 from dmcp.exporting import blaming
-from dmcp.runs import Run, read_json, slug
+from dmcp.runs import Run, slug
 from dmcp.runtime.io import Lock
 from dmcp.units import table
-from dmcp.widths import Widths
 
 _OUTPUT = "output"  # folder of what runs print
 
@@ -88,11 +86,7 @@ def _comparison(config: RunConfig, request: Request, job: Job) -> runner.Compari
     assert config.search and config.train
     train = replace(config.train, epochs=epochs, warmup_epochs=min(1, epochs / 2), seed=0)
     names = [word.strip() for word in more["methods"].split(",") if word.strip()]
-    every = [name for name in METHODS if name != PEER]
-    methods = [name for word in names for name in (every if word == "all" else [word])]
-    for name, widths in map(_read_widths, more["widths"] or ()):
-        methods.append(f"{GIVEN}{name}")
-        settings[name] = dict(widths)
+    methods = [name for word in names for name in (METHODS if word == "all" else [word])]
     return runner.Comparison(
         protocol=runner.Protocol(
             config=replace(config, seed=0, search=replace(config.search, seed=0), train=train),
@@ -117,15 +111,6 @@ def _read_settings(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
         name, value = argument(text.removeprefix(f"{method}."))
         found.setdefault(title(method), {})[name] = value
     return found
-
-
-def _read_widths(text: str) -> tuple[str, Mapping[str, int]]:
-    """NAME=FILE as a name and its widths; the file is a widths.json, or has widths by name."""
-    name, _, file = text.partition("=")
-    if not file or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
-        raise DmcpError(f"--widths: {text!r} is not of the form NAME=FILE, like hand=widths.json.")
-    stored = read_json(Path(file))
-    return name, dict(Widths.from_json(stored)) if "fingerprint" in stored else stored
 
 
 def _list_planned(runs: Sequence[runner.PlannedRun], folder: Path, as_json: bool) -> None:

@@ -79,7 +79,7 @@ class RunConfig:
     engine: Engine = Engine()
     save_steps: int = setting(1000, "Steps between two checkpoints.", 1)
     save_minutes: float = setting(5.0, "Minutes between two checkpoints, if that is sooner.", 0)
-    track: tuple[str, ...] = setting((), "Also send the curves to tensorboard, wandb or mlflow; repeatable.")
+    track: tuple[str, ...] = setting((), "Also send the curves to tensorboard or wandb; repeatable.")
 
     def __post_init__(self) -> None:
         settings.check(self, DmcpError)
@@ -363,8 +363,7 @@ _TYPES: Mapping[str, Any] = {
 }
 _COMPARE: dict[str, tuple[Any, Any, str]] = {  # options of compare that are no settings: type, default, help
     "budget": (list[str] | None, None, "50%, 211M, params:2M; repeatable. Default: 50%."),
-    "methods": (str, "all", "all, names of methods, torch-pruning, package.module:NAME, with commas."),
-    "widths": (list[str] | None, None, "A row of given widths, NAME=FILE; repeatable."),
+    "methods": (str, "all", "all, names of methods, package.module:NAME, with commas."),
     "set": (list[str] | None, None, "Setting of a method, like dmcp.epochs=40; repeatable."),
     "seeds": (int, 3, "Seeds of everything, from --seed on. Default: 3."),
     "epochs": (int, 60, "Passes over the data in the final training. Default: 60."),

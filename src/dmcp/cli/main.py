@@ -398,7 +398,7 @@ def compare(request: Request) -> None:
     \b
     Examples:
       dmcp compare --model cifar:resnet20 --data cifar10 --budget 50% --budget 30% --methods all --seeds 3
-      dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine --widths hand=widths.json
+      dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine
       dmcp compare --gather runs/table
     """
     config = None if request.more["gather"] else make_config(request)

@@ -1,30 +1,23 @@
-"""Methods that rank channels: norms, soft filter pruning (SFP), FPGM, network slimming, the package torch-pruning."""
+"""Methods that rank channels: norms and network slimming."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dmcp.batches import device_of, input_of, on_device, size_of
-from dmcp.calibration import recalibrate
+from dmcp.batches import device_of
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, loaded, samples_of
 from dmcp.errors import TrainingError
-from dmcp.exporting import blaming
-from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
+from dmcp.importance import Place, magnitude, scaled, strongest, vectors
 from dmcp.losses import Loss, classification_loss
 from dmcp.runtime.distributed import current
 from dmcp.settings import Engine, setting
-from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import train
-from dmcp.widths import Widths
 
 # L1
 
@@ -38,96 +31,9 @@ class L1Config(Settings):
 
 def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Keep the channels with the largest filters, the same share of every space; without a state the model's own."""
-    model, widths = loaded(problem, state), problem.uniform()
-    return Choice(widths=widths, kept=_largest(problem, model, widths, config.power), model=model)
-
-
-def _largest(problem: Problem, model: nn.Module, widths: Widths, power: int) -> dict[str, list[int]]:
-    """The channels of each space with the largest filters."""
-    graph = problem.graph
-    return {it.name: strongest(magnitude(model, graph, it, power), widths[it.name]) for it in graph.spaces}
-
-
-# SFP and FPGM
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftConfig(Settings):
-    """Settings of soft pruning, whatever ranks the channels."""
-
-    every: int = setting(1, "Epochs between two times that filters are set to zero; the last one always does it.", 1)
-    regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; in SFP 1, in FPGM 0.", 0, 1)
-
-
-def norms(filters: Tensor) -> Tensor:
-    """L2 norm of each filter. (size, n) -> (size,)"""
-    return filters.square().sum(dim=1).sqrt()
-
-
-def distances(filters: Tensor) -> Tensor:
-    """Summed distance of each filter to all others; least near the geometric median. (size, n) -> (size,)"""
-    return torch.cdist(filters, filters).sum(dim=1)
-
-
-def prune_softly(
-    score: Callable[[Tensor], Tensor],
-    problem: Problem,
-    config: SoftConfig,
-    state: Mapping[str, Tensor] | None = None,
-) -> Choice:
-    """Train a copy of the model, and every so many epochs zero the filters of the channels with the lowest score."""
-    model, graph, epochs = loaded(problem, state), problem.graph, problem.recipe.epochs
-    widths = problem.uniform()
-    narrowed = [space for space in graph.spaces if widths[space.name] < space.size]
-    filters = {space.name: places for space in narrowed if (places := written(model, graph, space))}
-    normed = [place for space in narrowed if scaled(model, graph, space) for place in filters.get(space.name, ())]
-
-    with _slowed(model, normed) as shares:
-
-        def zero(epoch: int) -> None:
-            if (epoch + 1) % config.every and epoch + 1 < epochs:
-                return
-            for name, places in filters.items():
-                dropped = score(vectors(model, places)).argsort(descending=True, stable=True)[widths[name] :]
-                for place in places:
-                    place.silence(model, dropped)
-                    if place in shares:
-                        shares[place].fill_(1)[place.rows[dropped].flatten().to(shares[place].device)] = config.regrowth
-
-        runtime = problem.runtime.stage(CHOOSING)
-        train(model, problem.loader, problem.recipe, task=problem.task, runtime=runtime, after_epoch=zero)
-    kept = _largest(problem, model, widths, 2)  # not by the score: after an interruption the last ones are not known
-    for space in graph.spaces:  # all of the zeroed channels, so that the network computes what the cut one does
-        dropped = torch.tensor(sorted({*range(space.size)} - {*kept[space.name]}), dtype=torch.int64)
-        for place in placed(model, graph, space):
-            place.silence(model, dropped)
-    recalibrate(model, problem.held_out)
-    passes = epochs * samples_of(problem.loader) + sum(map(size_of, problem.held_out))
-    return Choice(widths=widths, kept=kept, model=model, sample_passes=passes)
-
-
-find_sfp = functools.partial(prune_softly, norms)
-find_fpgm = functools.partial(prune_softly, distances)  # those go that others can stand in for
-
-
-@contextlib.contextmanager
-def _slowed(model: nn.Module, places: Sequence[Place]) -> Iterator[dict[Place, Tensor]]:
-    """While entered, each row of these filters gets a share of its gradient, 1 until somebody changes it. (rows,)
-
-    The shares are buffers of the model meanwhile, so that a checkpoint has them, too.
-    """
-    shares: dict[Place, Tensor] = {}
-    with contextlib.ExitStack() as undo:
-        for number, place in enumerate(places):
-            weight = model.get_parameter(place.name)
-            if weight.requires_grad:
-                share = shares[place] = weight.new_ones(weight.shape[place.dim], requires_grad=False)
-                model.register_buffer(f"_share{number}", share, persistent=False)
-                undo.callback(delattr, model, f"_share{number}")
-                wide = share.reshape([-1 if dim == place.dim else 1 for dim in range(weight.ndim)])
-                handle = weight.register_hook(functools.partial(torch.mul, wide))  # type: ignore[no-untyped-call]
-                undo.callback(handle.remove)
-        yield shares
+    model, graph, widths = loaded(problem, state), problem.graph, problem.uniform()
+    kept = {it.name: strongest(magnitude(model, graph, it, config.power), widths[it.name]) for it in graph.spaces}
+    return Choice(widths=widths, kept=kept, model=model)
 
 
 # network slimming
@@ -199,118 +105,3 @@ def _scales(model: nn.Module, problem: Problem) -> list[list[Place]]:
             f"Slimming needs BatchNorms over all channels: give ignore={missing}, or use another method, such as l1."
         )
     return found
-
-
-# torch-pruning
-
-_PARTS = 100  # of the last step
-_CANNOT = "torch-pruning cannot prune this network, use another method"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchPruningConfig(Settings):
-    """How torch-pruning chooses channels, by L2 norm."""
-
-    global_pruning: bool = setting(True, "Channels of all layers compete; else each layer loses the same share.")
-    normalize: bool = setting(True, "Divide the norms of tied layers by the mean of all their channels.")
-    steps: int = setting(50, "In which all channels would be gone.", 1)
-
-
-def find_torch_pruning(
-    problem: Problem, config: TorchPruningConfig, state: Mapping[str, Tensor] | None = None
-) -> Choice:
-    """Prune a trained network: `state` is its state dict (None: the model is trained already)."""
-    package: Any = importlib.import_module("torch_pruning")
-    graph, full = problem.graph, problem.graph.full.tensor()
-    with torch.random.fork_rng([]):  # a DataLoader draws from it
-        example = on_device(input_of(next(iter(problem.held_out))), torch.device("cpu"))
-    example, model = example[:2].float() if isinstance(example, Tensor) else example, loaded(problem, state)
-    pruned = copy.deepcopy(model).cpu().float().eval().requires_grad_(True)  # its tracing follows gradients
-    ledger = _Ledger(model, graph, config.steps)
-    pruner = _pruner(package, config, pruned, graph, example)
-    before, after = full, full
-    for step in range(config.steps):
-        ledger.follow(pruner, step)
-        before, after = after, ledger.widths()
-        share = problem.shares(after[None]).item()
-        problem.log({"step": step, "share": share})
-        if share <= 1:
-            break
-    if torch.equal(after, full):
-        raise TrainingError("torch-pruning finds no channels that it can prune in this network: use another method.")
-    # the part of the last step that just holds the budget
-    parts = torch.linspace(0, 1, _PARTS + 1, dtype=torch.float64)[:, None]
-    between = before + parts * (after - before)  # (P, S)
-    inside = problem.shares(between.round().long()) <= 1
-    widths = problem.fit(between[inside.int().argmax() if inside.any() else -1])
-    kept = {name: ledger.strongest(name, width) for name, width in widths.items()}
-    return Choice(widths=widths, kept=kept, model=model, sample_passes=size_of((example,)))
-
-
-def _pruner(package: Any, config: TorchPruningConfig, pruned: nn.Module, graph: ChannelGraph, example: Any) -> Any:
-    """Its pruner for this network; what is unprunable here it leaves alone, too."""
-    normalizer = "mean" if config.normalize else None
-    importance = package.importance.GroupMagnitudeImportance(p=2, normalizer=normalizer)
-    with blaming(_CANNOT, TrainingError), torch.enable_grad():
-        return package.pruner.BasePruner(
-            pruned,
-            example,
-            importance=importance,
-            global_pruning=config.global_pruning,
-            pruning_ratio=1.0,
-            max_pruning_ratio=1.0,
-            iterative_steps=config.steps,
-            ignored_layers=[pruned.get_submodule(item.name) for item in graph.unprunable],
-            in_channel_groups={},  # its defaults are shared by all pruners of a process, which write to them
-            out_channel_groups={},
-        )
-
-
-class _Ledger:
-    """At which step each channel was removed; `steps` for those that are left."""
-
-    def __init__(self, model: nn.Module, graph: ChannelGraph, steps: int) -> None:
-        self.steps, self.spaces = steps, {space.name: space for space in graph.spaces}
-        # rows of filters per channel of a space, in each layer that writes it. (size, r)
-        self.rows: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in self.spaces}
-        self.gone: dict[str, Tensor] = {}  # per filter of a layer
-        self.norms: dict[str, list[float]] = {}
-        for name, space in self.spaces.items():
-            for place in written(model, graph, space):
-                layer = place.name.rpartition(".")[0]
-                self.rows[name].append((layer, place.rows))
-                self.gone[layer] = torch.full((model.get_parameter(place.name).shape[place.dim],), steps)
-            norms = magnitude(model, graph, space, power=2)
-            self.norms[name] = norms.tolist() if norms is not None else [0.0] * space.size
-
-    def follow(self, pruner: Any, step: int) -> None:
-        """Let the package do one step, and note what it removes."""
-        names = {module: name for name, module in pruner.model.named_modules()}
-        with blaming(_CANNOT, TrainingError):
-            for group in pruner.step(interactive=True):
-                lost: dict[str, set[int]] = {}
-                for dependency, filters in group:
-                    layer = names.get(dependency.target.module, "")
-                    if layer in self.gone and pruner.DG.is_out_channel_pruning_fn(dependency.handler):
-                        lost.setdefault(layer, set()).update(map(int, filters))
-                group.prune()
-                for layer, filters in lost.items():
-                    left = (self.gone[layer] == self.steps).nonzero().flatten()  # its numbers count these only
-                    self.gone[layer][left[sorted(filters)]] = step
-
-    def removed(self, name: str) -> Tensor:
-        """Step at which each filter of each channel was removed; no filters where no layer writes it. -> (size, r)"""
-        parts = [self.gone[layer][rows] for layer, rows in self.rows[name]]
-        return torch.cat(parts, dim=1) if parts else torch.full((self.spaces[name].size, 1), self.steps)
-
-    def widths(self) -> Tensor:
-        """Channels left in each space. -> (S,)"""
-        left = [(self.removed(name) == self.steps).double().mean().item() for name in self.spaces]
-        sizes = [space.size for space in self.spaces.values()]
-        return torch.tensor([max(1, round(part * size)) for part, size in zip(left, sizes, strict=True)])
-
-    def strongest(self, name: str, width: int) -> list[int]:
-        """The channels that stay: those removed last or not at all, of these those with the largest norm."""
-        late = self.removed(name).double().mean(dim=1).tolist()
-        order = sorted(range(len(late)), key=lambda channel: (late[channel], self.norms[name][channel]), reverse=True)
-        return sorted(order[:width])

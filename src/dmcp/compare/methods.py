@@ -6,8 +6,6 @@ write it and give it a line in METHODS; to try one, leave it where it is and cal
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -212,7 +210,7 @@ def _losses(
     def losses(widths: Tensor) -> Tensor:
         rows: list[Tensor] = []
         for row in widths.to(resolved.device):  # nothing waits for the device until all trials are queued
-            gates = net.hard(row)
+            gates = net.first(row)
             rows.append(torch.stack([run(batch, gates) for batch in batches]) @ weights)
         return mean_values(torch.stack(rows), int(sizes.sum()), current()).cpu().double()
 
@@ -244,7 +242,6 @@ class Method:
     one_ratio: bool = False  # whether its widths are those of uniform, and only the channels its own
 
 
-PEER, GIVEN = "torch-pruning", "widths:"  # another package; begins the name of widths that somebody gives
 METHODS: dict[str, Method] = {
     UNIFORM: Method(find_uniform),
     "random": Method(find_random),
@@ -256,27 +253,19 @@ METHODS: dict[str, Method] = {
     "slimming": Method(
         magnitude.find_slimming, magnitude.SlimmingConfig, magnitude.prepare_slimming, own=Own.FINETUNED, full=True
     ),
-    "sfp": Method(magnitude.find_sfp, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
-    "fpgm": Method(magnitude.find_fpgm, magnitude.SoftConfig, own=Own.AS_TRAINED, one_ratio=True),
     "autoslim": Method(find_autoslim, AutoSlimConfig, prepare_autoslim, own=Own.SLIMMABLE, holds_out=True),
     DMCP: Method(find_dmcp, DmcpConfig, own=Own.SLIMMABLE),
-    PEER: Method(magnitude.find_torch_pruning, magnitude.TorchPruningConfig, trained=True, own=Own.FINETUNED),
 }
 
 
 def find_method(name: str) -> Method:
-    """The method of this name: ours, another package's, one that is imported, or given widths."""
-    if name == PEER and importlib.util.find_spec("torch_pruning") is None:
-        raise DmcpError(f"{PEER} is not installed: pip install {PEER}, or take another method.")
+    """The method of this name: ours, or one that is imported."""
     if name in METHODS:
         return METHODS[name]
-    if name.startswith(GIVEN):
-        return Method(_take, dict)
     if ":" in name:
         found = imported(*name.split(":", 1))
         return found if isinstance(found, Method) else Method(lambda problem, config: found(problem))
-    near = difflib.get_close_matches(name.lower(), METHODS, n=1)
-    raise DmcpError(f"There is no method {name!r}: {f'did you mean {near[0]}?' if near else ', '.join(METHODS)}.")
+    raise DmcpError(f"There is no method {name!r}: take one of {', '.join(METHODS)}, or package.module:NAME.")
 
 
 def title(name: str) -> str:
@@ -303,9 +292,3 @@ def choose_all(name: str, problem: Problem, budgets: Mapping[str, Budget]) -> di
     if len(budgets) > 1:  # their checkpoints would have one name
         problem = replace(problem, runtime=replace(problem.runtime, checkpointer=None))
     return {key: choose(name, replace(problem, budget=budget), config, state) for key, budget in budgets.items()}
-
-
-def _take(problem: Problem, given: Mapping[str, int]) -> Choice:
-    """Given widths; spaces that are not named keep all channels."""
-    widths = problem.graph.widths(given)
-    return Choice(widths=widths, kept=widths)

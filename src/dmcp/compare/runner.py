@@ -24,12 +24,12 @@ from dmcp.budget import parse
 from dmcp.checkpoint import DONE, State
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job
-from dmcp.compare.methods import GIVEN, Own, choose, find_method, title
+from dmcp.compare.methods import Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem, samples_of
 from dmcp.cutting import cut
 from dmcp.data.datasets import split
 from dmcp.data.loaders import make_loader
-from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError
+from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.exporting import blaming
 from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, compare
 from dmcp.retraining import Retraining, train_all
@@ -152,7 +152,6 @@ def plan(it: Comparison, job: Job) -> list[PlannedRun]:
         raise DmcpError(f"--budget: two of {', '.join(it.budgets)} are the same: leave one of them out.")
     one_ratio = it.protocol.scratch and any(find_method(name).one_ratio for name in it.methods)
     methods = it.methods if UNIFORM in it.methods or not one_ratio else (UNIFORM, *it.methods)
-    budgets = {name: _used(it, job, name) if name.startswith(GIVEN) else it.budgets for name in methods}
     found: dict[str, PlannedRun] = {}
 
     def add(method: str, seed: int, **more: Any) -> str:
@@ -168,21 +167,9 @@ def plan(it: Comparison, job: Job) -> list[PlannedRun]:
         for name in methods:
             method = find_method(name)
             uses = add(name, seed) if method.prepare else add(UNPRUNED, seed) if method.trained else ""
-            for budget in budgets[name]:
+            for budget in it.budgets:
                 add(name, seed, budget=budget, uses=uses)
     return [*found.values()]
-
-
-def _used(it: Comparison, job: Job, method: str) -> list[str]:
-    """The budgets that given widths use."""
-    found, widths = list[str](), it.settings[title(method)]
-    for budget in it.budgets:
-        with contextlib.suppress(BudgetError):
-            choose(method, problem_of(it.protocol.config, job, budget), widths)
-            found.append(budget)
-    if not found:
-        raise DmcpError(f"--widths: {title(method)} costs more or far less than each of {', '.join(it.budgets)}.")
-    return found
 
 
 def begin(runs: Sequence[PlannedRun], folder: Path) -> list[PlannedRun]:

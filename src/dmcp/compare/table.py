@@ -59,7 +59,8 @@ def _lines(results: Mapping[str, Result], folder: Path) -> list[dict[str, Any]]:
         ends: dict[str, list[float]] = {"macs": [it.macs for it in nets], "params": [it.params for it in nets]}
         ends |= {"macs_share": [net.macs / it.full_macs for it, net in own]}
         line: dict[str, Any] = {"method": title(method), "budget": budget, "training": training}
-        line["same_as"] = UNIFORM if method in METHODS and METHODS[method].one_ratio else ""  # of the widths
+        untrained = runs[0].run.protocol.scratch and all(net.name != SAME for net in runs[0].networks)
+        line["same_as"] = UNIFORM if untrained else ""  # who trains these widths by the same recipe
         line |= {"own": training != SAME, "way": training, "seeds": [it.run.seed for it in runs]}
         line |= {"accuracies": accuracies, "mean": fmean(accuracies), "ms": nets[0].ms}
         line |= {"deviation": stdev(accuracies) if len(own) > 1 else None}

@@ -127,7 +127,7 @@ def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: 
     """Channels of each space: (name, before, kept, expected by the chain)."""
     columns = -(-len(rows) // _ROWS)
     count = -(-len(rows) // columns)
-    figure, panels = _panels(max(5.5 * columns, 6.5), 1.5 + 0.24 * count, columns=columns, count=columns)
+    figure, panels = _panels(max(5.5 * columns, 6.5), 1.5 + 0.24 * count, columns)
     for column, axes in enumerate(panels):
         axes.grid(visible=False)
         part = rows[column * count : (column + 1) * count]
@@ -172,19 +172,15 @@ def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> 
 # pieces
 
 
-def _panels(
-    width: float, height: float, rows: int = 1, columns: int = 1, count: int = 1, **how: Any
-) -> tuple[Figure, list[Axes]]:
-    """A figure, in inches, and the first `count` panels of a grid; the others are removed."""
+def _panels(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure, in inches, and its panels beside each other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    places = [*figure.subplots(rows, columns, squeeze=False, **how).flat]
-    for axes in places[count:]:
-        axes.remove()
-    for axes in places[:count]:
+    panels = [*figure.subplots(1, columns, squeeze=False).flat]
+    for axes in panels:
         axes.grid(axis="y")
-    return figure, places[:count]
+    return figure, panels
 
 
 def _with_legend(figure: Figure) -> Figure:
@@ -195,10 +191,10 @@ def _with_legend(figure: Figure) -> Figure:
     return figure
 
 
-def _in_percent(axis: Any, decimals: int | None = None) -> None:
+def _in_percent(axis: Any) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    axis.set_major_formatter(PercentFormatter(1.0, decimals))
+    axis.set_major_formatter(PercentFormatter(1.0))
 
 
 def _short(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, W&B and MLflow."""
+"""Curves for TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from dmcp.runs import Run, read_json
 from dmcp.searching.config import SearchRecord
 from dmcp.training import Event, StepRecord
 
-IDS = "trackers.json"  # the ids of the run in W&B and MLflow, with which it is resumed there
-_PROJECT = "dmcp"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says otherwise
+WANDB_FILE = "wandb.json"  # the id of the run in W&B, with which it is resumed there
 
 
 class Service(NamedTuple):
@@ -28,7 +27,6 @@ class Service(NamedTuple):
 
     log: Callable[[Mapping[str, float], int], None]  # numbers by name, and the step
     close: Callable[[bool], None]  # sends what waits; whether the run failed
-    run_id: str = ""
 
 
 class Tracker(contextlib.AbstractContextManager["Tracker"]):
@@ -43,15 +41,12 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
     ) -> None:
         self.limits = limits  # the kind of each limit of the budget
         self.services: dict[str, Service] = {}
-        ids = read_json(folder / IDS) if (folder / IDS).exists() else {}
         for name in read_kinds(kinds):
             try:
-                self.services[name] = _OPENERS[name](folder, settings, ids.get(name, ""))
+                self.services[name] = _OPENERS[name](folder, settings)
             except Exception as error:
                 self.__exit__(type(error))
                 raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({error}).") from error
-        if new := {name: service.run_id for name, service in self.services.items() if service.run_id}:
-            Run(folder).write(IDS, ids | new)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, service in list(self.services.items()):
@@ -106,7 +101,7 @@ def clean(name: str) -> str:
 # the services
 
 
-def _tensorboard(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
+def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Service:
     """Files in FOLDER/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -121,44 +116,19 @@ def _tensorboard(folder: Path, settings: Mapping[str, Any], earlier: str) -> Ser
     return Service(log, lambda failed: writer.close())
 
 
-def _wandb(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
+def _wandb(folder: Path, settings: Mapping[str, Any]) -> Service:
     """A run of Weights & Biases; its local files are in FOLDER/wandb."""
-    project = os.environ.get("WANDB_PROJECT") or _PROJECT
-    place = {"dir": str(folder), "name": folder.name, "id": earlier or None, "resume": "allow"}
+    project, known = os.environ.get("WANDB_PROJECT") or "dmcp", folder / WANDB_FILE
+    place = {"dir": str(folder), "name": folder.name, "resume": "allow"}
+    place |= read_json(known) if known.exists() else {}
     run = importlib.import_module("wandb").init(project=project, config=dict(settings), **place)
+    Run(folder).write(known.name, {"id": str(run.id)})
     run.define_metric("*", step_metric="step")  # W&B's own step must never fall
 
     def log(values: Mapping[str, float], step: int) -> None:
         run.log({**values, "step": step})
 
-    return Service(log, lambda failed: run.finish(exit_code=int(failed)), str(run.id))
+    return Service(log, lambda failed: run.finish(exit_code=int(failed)))
 
 
-def _mlflow(folder: Path, settings: Mapping[str, Any], earlier: str) -> Service:
-    """A run of MLflow, where MLFLOW_TRACKING_URI says."""
-    package = importlib.import_module("mlflow")
-    package.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT)
-    run_id = str(package.start_run(run_id=earlier or None, run_name=folder.name).info.run_id)
-    if run_id != earlier:  # parameters can be written once
-        package.log_params(_flat(settings))
-
-    def log(values: Mapping[str, float], step: int) -> None:
-        package.log_metrics(values, step=step, synchronous=False)  # a step must not wait for a database
-
-    def close(failed: bool) -> None:
-        package.flush_async_logging()
-        package.end_run("FAILED" if failed else "FINISHED")
-
-    return Service(log, close, run_id)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings within settings as one list: search.lr."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        path = prefix + clean(name)
-        found |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return found
-
-
-_OPENERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}  # by the names of their packages
+_OPENERS = {"tensorboard": _tensorboard, "wandb": _wandb}  # by the names of their packages

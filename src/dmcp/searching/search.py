@@ -96,7 +96,7 @@ class Searcher:
         engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
     ) -> None:
         self.net, self.config, self.world = net, config, current()
-        if config.warmup_epochs or config.train_weights:
+        if config.warmup_epochs or config.train_weights or not torch.is_grad_enabled():
             check_trainable(net.model)
         self.budget, self.chain = reach(net, config)
         self.per_epoch = steps_per_epoch

@@ -78,7 +78,7 @@ def sample_gates(
         chosen = (rand(shape, sizes.device, generator) * rank[:, -1:]).long() + 1  # (S, count)
         group = torch.searchsorted(rank, chosen.clamp(max=rank[:, -1:]))  # a product may have been rounded up
         widths = sizes.cumsum(dim=1).gather(1, group).T
-    return [net.hard(row) for row in widths]
+    return [net.first(row) for row in widths]
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold
         (name, dim)
         for name in parameters
         for dim, layout in enumerate(coupling.tensors.get(name, ()))
-        if unread and not unread.isdisjoint(coupling.channels.atoms(layout))
+        if unread and not unread.isdisjoint(coupling.channels.atoms(layout)) and name not in flows[0].written
     ]
     hard = dict.fromkeys([*readers, *everywhere])
     stuck: dict[Atom, str] = {}
@@ -68,6 +68,7 @@ class _Zeros:
             value: [atoms(layout) for layout in dims] for value, dims in within.layouts.items()
         }
         self.atoms = {value: frozenset[Atom]().union(*dims) for value, dims in self.by_dim.items()}
+        self.written = {name for it in coupling.passes for name in it.recording.written}
         self.folds: set[Fold] = set()
         self.zero: dict[int, frozenset[Atom]] = {}
         self.family: dict[int, set[int]] = {}  # values that share memory: views of one another
@@ -88,14 +89,15 @@ class _Zeros:
     def reader(self, contraction: Contraction, atom: Atom) -> list[Fold]:
         """Dims of the model's own tensors that are the weight of a sum, or from which the model computes it."""
         name = None if contraction.weight is None else self.recording.tensors.get(contraction.weight)
-        if name is not None:
+        if name is not None and name not in self.written:
             return [(name, contraction.weight_dim)]
         for value in (contraction.weight, contraction.data):
             sources = sorted(self.recording.own.get(value, ())) if value is not None else []
             if sources:
                 return [
-                    (self.recording.tensors[source], dim)
+                    (name, dim)
                     for source in sources
+                    if (name := self.recording.tensors[source]) not in self.written
                     for dim, atoms in enumerate(self.by_dim[source])
                     if atom in atoms
                 ]
@@ -147,7 +149,7 @@ class _Zeros:
             return False
         usual = self._try(op, iter([0.7] * len(zeros)))
         off = self._try(op, iter([0.0 if zero else 0.7 for zero in zeros]))
-        return usual is not None and off is not None and bool(usual.isfinite().all() and not off.isfinite().all())
+        return all(it.isfinite().all() for it in usual) and not all(it.isfinite().all() for it in off)
 
     def _has_zero_factor(self, contraction: Contraction, atom: Atom) -> bool:
         if any(
@@ -185,23 +187,27 @@ class _Zeros:
         return self._tried[key]
 
     def _is_zero(self, op: Op, numbers: Iterator[float]) -> bool:
-        out = self._try(op, numbers)  # an op that cannot be tried on one number is not known to keep zeros
-        return out is not None and bool((out == 0).all())
+        out = self._try(op, numbers)[:1]  # an op that cannot be tried on one number is not known to keep zeros
+        return bool(out) and bool((out[0] == 0).all())
 
-    def _try(self, op: Op, numbers: Iterator[float]) -> Tensor | None:
-        """What the op makes of one number for each operand."""
+    def _try(self, op: Op, numbers: Iterator[float]) -> list[Tensor]:
+        """What the op makes of one number for each operand, and its gradients."""
+        starts: list[Tensor] = []
 
         def sample(leaf: object) -> object:
             if not isinstance(leaf, Ref):
                 return leaf
             dtype = self.recording.dtypes[leaf.value]
             number = next(numbers)
-            return torch.tensor([number if _real(dtype) else round(4 * number)]).to(dtype)
+            starts.append(torch.tensor([number if _real(dtype) else round(4 * number)]).to(dtype))
+            return starts[-1].requires_grad_(_real(dtype)).clone()
 
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), torch.enable_grad():
             out = op.func(*map_leaves(sample, op.args), **map_leaves(sample, dict(op.kwargs)))
-            return out if isinstance(out, Tensor) else None
-        return None
+            starts = [start for start in starts if start.requires_grad]
+            slopes = torch.autograd.grad(out.abs().sum(), starts, allow_unused=True) if out.requires_grad else ()
+            return [out.detach(), *(slope for slope in slopes if slope is not None)]
+        return []
 
     def _passes(self, number: int, atom: Atom) -> bool:
         """Output channels are zero if a factor that hands them on is, and nothing is added."""

@@ -175,6 +175,8 @@ class ChannelGraph:
         if isinstance(widths, Tensor):
             if widths.ndim != 2 or widths.shape[1] != len(self.spaces):
                 raise WidthsError(f"A tensor of widths must be (N, {len(self.spaces)}), not {tuple(widths.shape)}.")
+            if not ((widths >= 1) & (widths <= self.full.tensor().to(widths.device))).all():
+                raise WidthsError("Every width must be from 1 to the size of its space.")
             return polynomial(widths)
         return polynomial.evaluate(self._numbers(widths))
 
@@ -259,8 +261,8 @@ class ChannelGraph:
             if not outcome.clean:
                 op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
                 place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
-                why = outcome.stopped or "a number in its code does not follow the width"
-                raise CutError(f"At these widths {place} does not do what the trace predicts: {why}.")
+                why = outcome.stopped or "a shape or number in it does not follow the width"
+                raise CutError(f"At these widths {place} does not do what the trace predicts: {why}. Choose others.")
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""

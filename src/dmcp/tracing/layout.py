@@ -205,7 +205,7 @@ class Channels:
             return []
         node = self._nodes[self._find(axis)]
         inner = [reason for part in node.product or node.concat or () for reason in self._reasons(part)]
-        return inner or ([node.reason] if node.reason else [])
+        return inner or [node.reason or "its channels are used one by one"]
 
     # -- building layouts
 

@@ -7,7 +7,9 @@ import copy
 import functools
 import hashlib
 import random
+import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from dmcp.errors import TraceError
 from dmcp.modules import call_model, leaves, map_leaves, narrow, on_meta, skeleton, tensors_in
@@ -29,6 +32,19 @@ Shape = tuple[int, ...]
 
 # Ways out of torch that are no op; the others end in one that gives no tensor.
 HOST_READS: dict[Any, str] = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
+HOST_READS[Tensor.__format__] = "format"
+
+# What activations say of their gradient; recorded below autograd they have none.
+_GETTERS = vars(torch._C.TensorBase)
+_HISTORY: dict[Any, Any] = {
+    _GETTERS["requires_grad"].__get__: True,
+    _GETTERS["is_leaf"].__get__: False,
+    _GETTERS["grad_fn"].__get__: object(),
+    Tensor.register_hook: RemovableHandle(OrderedDict()),
+    Tensor.retain_grad: None,
+}
+_DATA = _GETTERS["data"].__get__
+_ELSEWHERE = "A lambda or hook of the model holds the model itself; copies would use the original: make it a method."
 
 # Their size follows from values, but torch does not tag them so.
 UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}
@@ -128,6 +144,7 @@ class Recording:
     """The ops of one forward pass, and the shapes of all values in it."""
 
     training: bool
+    grad: bool  # whether gradients were switched on
     ops: list[Op] = field(default_factory=list)
     shapes: list[Shape] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -138,7 +155,8 @@ class Recording:
     reads: list[Read] = field(default_factory=list)  # tensors that became Python values
     made: list[tuple[int, str, list[float]]] = field(default_factory=list)  # ops before, module, numbers made tensors
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
-    recomputes: bool = False  # whether layers are computed once more in the backward pass (activation checkpointing)
+    keeps: set[str] = field(default_factory=set)  # tensors from which attributes were computed for later runs
+    recomputes: bool = False  # whether the backward pass takes weights from modules (activation checkpointing)
 
     @functools.cached_property
     def own(self) -> dict[int, frozenset[int]]:
@@ -156,6 +174,16 @@ class Recording:
                 sources = frozenset[int]().union(*(own[value] for value in inputs))
                 own.update((value, sources) for value in op.outs if value is not None and value not in own)
         return own
+
+    @functools.cached_property
+    def written(self) -> set[str]:
+        """Names of tensors that the pass writes into, such as running statistics: others in their place lose that."""
+        found: set[int] = set()
+        for op in self.ops:
+            statistics = (op.arguments().get(f"running_{it}") for it in ("mean", "var"))
+            for leaf in (*op.args[: op.func._schema.is_mutable], *statistics):
+                found |= self.own.get(leaf.value, frozenset()) if isinstance(leaf, Ref) else set()
+        return {self.tensors[value] for value in found}
 
 
 _LARGE = 1000  # larger arrays are one number, that of their bytes
@@ -203,6 +231,12 @@ class _HostAccess(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor):
+            self.recorder.touched.add(id(args[0]))
+            if func in _HISTORY and self.recorder.graded(args[0]):
+                return _HISTORY[func]
+        if func == _DATA:  # no op
+            return self.recorder.alias(args[0], func(*args))
         if func in HOST_READS:
             return self.recorder.read(func, args, kwargs or {})
         if func in _MAKERS:
@@ -213,12 +247,16 @@ class _HostAccess(TorchFunctionMode):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Writes down every op that runs while it is entered."""
 
-    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
+    def __init__(self, model: nn.Module, inputs: list[Tensor], grad: bool, source: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = Recording(model.training)
+        self.recording = Recording(model.training, grad)
         self._known: dict[int, int] = {}  # id of a tensor -> its value
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
         self._paused = self._making = False
+        self.touched: set[int] = set()  # ids of tensors that were asked for anything
+        self.source = source
+        self._elsewhere = {id(it) for it in (*source.parameters(), *source.buffers())} if source else set[int]()
+        self.apart = False  # whether weights were used where autograd does not follow, or keeps something else
         self.path: list[str] = [""]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.recording.tensors[self._value(tensor)] = name
@@ -236,6 +274,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if id(leaf) in self._elsewhere:
+            raise TraceError(_ELSEWHERE)
         if id(leaf) not in self._known:
             found = self._array(leaf)
             data = None if found is None else _digest(repr(found.shape).encode() + found.tobytes())
@@ -264,15 +304,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if self._paused:
             return func(*args, **kwargs)
         if func in _BIRTH or (func in _SAME_VALUE and id(args[0]) in self._known):
-            value = self._argument(args[0]).value
             if func is aten.lift_fresh.default and not self._making and not args[0].is_meta:  # torch.Tensor([2.0])
                 self._note_made(self._array(args[0]))
-            out = func(*args, **kwargs)
-            self._known[id(out)] = value
-            self._alive.append(out)
-            return out
+            return self.alias(args[0], func(*args, **kwargs))
         func = _ONE_NAME.get(func, func)
         call = Op(func, map_leaves(self._argument, args), map_leaves(self._argument, kwargs), (), self.path[-1])
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if self.recording.grad and (hooked or not torch.is_grad_enabled()):
+            self.apart |= not self.recording.tensors.keys().isdisjoint(call.inputs())
         out = self.run(call, args, kwargs)
         outs = tuple(self._value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(out))
         result = None if any(leaf is not None for leaf in outs) else out
@@ -298,6 +337,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._note_read([value], HOST_READS[func], copy.deepcopy(result))
         return result
 
+    def graded(self, tensor: Tensor) -> bool:
+        """Whether it would have a gradient above autograd: activations have one if gradients are on."""
+        others = (None, *self.recording.tensors, *self.recording.inputs)
+        return torch.is_grad_enabled() and tensor.is_floating_point() and self._known.get(id(tensor)) not in others
+
+    def alias(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """Note that another object is the same value."""
+        self._known[id(other)] = self._argument(tensor).value
+        self._alive.append(other)
+        return other
+
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor of numbers, which may depend on a width, or use them as an index."""
         is_size = func is Tensor.new and all(isinstance(item, (int, torch.Size)) for item in args[1:])
@@ -318,29 +368,40 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.recording.reads.append(Read(tuple(values), way, self.path[-1] or "the model", result))
 
 
+_WORLD = threading.RLock()  # threads that trace wait for each other: random states and switches are everybody's
+
+
 @contextlib.contextmanager
-def untouched_world(device: str) -> Iterator[None]:
-    """Every random state and global switch is afterwards as it was before."""
-    python, numpy_state = random.getstate(), np.random.get_state()
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(gpus))
-            random.seed(0)  # every recording and replay has the same random numbers
-            np.random.seed(0)
-            torch.default_generator.manual_seed(0)
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            if device == "meta":
-                stack.enter_context(torch.device("meta"))
+def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[None]:
+    """Random states, global switches and attributes of the model are afterwards as before; no copy may change those."""
+    owned = [vars(module) for module in (original.modules() if original else ())]
+    owned += [held for own in owned for held in own.values() if type(held) is dict]
+    kept = [own.copy() for own in owned]
+    with _WORLD, contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.random.fork_rng(gpus))
+        random.seed(0)  # every recording and replay has the same random numbers
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if device == "meta":
+            stack.enter_context(torch.device("meta"))
+        try:
             yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        random.setstate(python)
-        np.random.set_state(numpy_state)
+        finally:
+            pairs = zip(owned, kept, strict=True)
+            changed = [(now, old) for now, old in pairs if [*map(id, now.values())] != [*map(id, old.values())]]
+            for now, old in changed:
+                now.clear()
+                now.update(old)
+            if changed:
+                raise TraceError(_ELSEWHERE)
 
 
 def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
@@ -354,27 +415,25 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
         module.register_forward_hook(leave, always_call=True)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
     below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)
-    grad = torch.set_grad_enabled(model.training)  # some models ask whether it is on: in training it is
-    with untouched_world(device), grad, below, recorder, host, _noted_checkpoints(recorder.recording):
+    grad = recorder.recording.grad  # some models ask whether it is on
+    with untouched_world(device, recorder.source), torch.set_grad_enabled(grad), below, recorder, host:
         outputs = tensors_in(call_model(model, example))
         recorder.recording.outputs = [recorder._argument(tensor).value for tensor in outputs]
     return recorder.recording
 
 
-@contextlib.contextmanager
-def _noted_checkpoints(recording: Recording) -> Iterator[None]:
-    """Activation checkpointing leaves no op behind; all its ways ask for the device of their arguments."""
-    infer = checkpoint._infer_device_type
-
-    def noted(*args: Any) -> Any:
-        recording.recomputes = True
-        return infer(*args)  # type: ignore[no-untyped-call]
-
-    checkpoint._infer_device_type = noted
-    try:
-        yield
-    finally:
-        checkpoint._infer_device_type = infer
+def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
+    """Whether the backward pass of a throw-away model asks its modules for weights, which they have no longer."""
+    with contextlib.suppress(Exception), untouched_world(device), torch.enable_grad():
+        graded = tree_map_only(Tensor, lambda it: it.detach().requires_grad_(it.is_floating_point()).clone(), example)
+        outputs = tensors_in(call_model(model, graded))
+        for module in model.modules():
+            module._parameters.clear()
+        try:
+            torch.autograd.backward([tensor.abs().sum() for tensor in outputs if tensor.requires_grad])
+        except AttributeError:
+            return True
+    return False
 
 
 def meta_example(example: Any) -> Any:
@@ -382,7 +441,7 @@ def meta_example(example: Any) -> Any:
     return map_leaves(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, example)
 
 
-def record(model: nn.Module, example: Any, training: bool, device: str = "meta") -> Recording:
+def record(model: nn.Module, example: Any, training: bool, grad: bool = False, device: str = "meta") -> Recording:
     """One forward pass of a copy of the model, in the mode asked for, on the meta device or on the CPU."""
     if device == "meta":
         twin = skeleton(model)
@@ -391,18 +450,32 @@ def record(model: nn.Module, example: Any, training: bool, device: str = "meta")
         twin = narrow(model, {}, {}).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
-    before = _plain_state(twin)
-    recording = run_recorded(Recorder(twin, tensors_in(example)), twin, example)
+    before, _alive = _plain_state(twin), [vars(module).copy() for module in twin.modules()]
+    recorder = Recorder(twin, tensors_in(example), grad, model)
+    recording = run_recorded(recorder, twin, example)
     modules = dict(model.named_modules())
     changed = {key: now for key, now in _plain_state(twin).items() if now != before.get(key)}
     cached = {path for (path, _), now in changed.items() if not isinstance(now, str)}
-    for path, name in changed:
+    computed: dict[tuple[str, str], set[str]] = {}  # from weights
+    for (path, name), now in changed.items():
         if path in cached:
+            old, known = before.get((path, name)), recorder._known
+            depends = isinstance(now, int) and known.get(now, -1) not in recording.own
+            if isinstance(now, int) and (sources := recording.own.get(known.get(now, -1))):
+                computed[path, name] = {recording.tensors[it] for it in sources}
+            if depends and isinstance(old, int) and old in recorder.touched | known.keys():
+                raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")
             held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
             if isinstance(held, Tensor):
                 recording.caches[path, name] = held.detach().clone()
             else:
                 recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
+    if computed:
+        run_recorded(Recorder(twin, tensors_in(example), grad), twin, example)
+        still = _plain_state(twin)
+        recording.keeps.update(*(names for key, names in computed.items() if still[key] == changed[key]))
+    if recorder.apart:
+        recording.recomputes = _recomputes(twin, example, device)
     return recording
 
 
@@ -420,13 +493,15 @@ def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     return found
 
 
-def record_anywhere(model: nn.Module, example: Any, training: bool) -> Recording:
+def record_anywhere(model: nn.Module, example: Any, training: bool, grad: bool = False) -> Recording:
     """On the meta device; where the model looks at values, on the CPU with the example's real ones."""
-    try:
-        return record(model, example, training)
-    except Exception as on_meta_error:
+    causes: list[Exception] = []
+    for device in ("meta", "cpu"):
         try:
-            return record(model, example, training, device="cpu")
+            return record(model, example, training, grad, device)
+        except TraceError:
+            raise
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise TraceError(f"The model fails in its own forward on this example input: {why}") from on_meta_error
+            causes.append(error)
+    why = f"{type(causes[1]).__name__}: {causes[1]}"
+    raise TraceError(f"forward fails on this example input, or only while it is traced: {why}") from causes[0]

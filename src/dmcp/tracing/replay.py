@@ -49,8 +49,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
     def __init__(
         self, model: nn.Module, inputs: list[Tensor], coupling: Coupling, number: int, widths: Mapping[int, int]
     ) -> None:
-        super().__init__(model, inputs)
         self.facts, self.original = coupling.passes[number], coupling.passes[number].recording
+        super().__init__(model, inputs, self.original.grad)
         self.size = functools.cache(lambda layout: coupling.channels.width(layout, widths))  # many share their dims
         self.shapes = {value: tuple(map(self.size, dims)) for value, dims in self.facts.layouts.items()}  # predicted
         self.conflicts: list[Conflict] = []
@@ -67,6 +67,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)  # NumPy's numbers have data
         number = len(self.recording.ops)
         if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
+            compute(call.func, args, kwargs)  # what fails here may have failed in the wide model, which went on
             raise _AstrayError(f"the narrow model goes another way at {call.name} in {call.path or 'the top'}")
         expected = self.original.ops[number]
         if not any(value is not None for value in expected.outs):
@@ -340,7 +341,8 @@ class Resolver:
         """A width: most channels, few, any number of them, or one or all (at random, or of every second space)."""
         if kind in _UNEVEN:
             return size if _UNEVEN[second] == kind else 1
-        ranges = {"wide": (0.3 * size, size - 1), "narrow": (0.05 * size, 0.4 * size), "any": (1, size)}
+        few = 0.4 * size if size >= 16 else 1  # a search may go down to one channel of a small space
+        ranges = {"wide": (0.3 * size, size - 1), "narrow": (0.05 * size, few), "any": (1, size)}
         if kind == "extreme":
             return self.random.choice((1, size))
         low, high = (max(1, int(border)) for border in ranges[kind])

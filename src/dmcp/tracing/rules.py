@@ -533,7 +533,7 @@ _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     view_as_real: "view_as_real",
     glu: "glu",
     same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
-    "lift_fresh_copy type_as bernoulli zero nan_to_num",
+    "lift_fresh_copy type_as bernoulli.default bernoulli.out zero nan_to_num",
 }
 _OTHERS: dict[Rule, str] = {
     convolution: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution",
@@ -546,7 +546,7 @@ _OTHERS: dict[Rule, str] = {
     group_norm: "group_norm",
     pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp where",
     unknown: "where.default",  # it lists positions
-    same: "alpha_dropout feature_alpha_dropout",
+    same: "alpha_dropout feature_alpha_dropout bernoulli.p bernoulli_.float",
     embedding: "embedding",
     reduce: "mean sum amax amin max min var std logsumexp prod norm linalg_vector_norm any all argmax argmin nansum "
     "var_mean std_mean count_nonzero",

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import TraceError
-from dmcp.modules import batch_of, map_leaves, rebatch, skeleton, tensors_in, unwrap
+from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, skeleton, tensors_in, unwrap
 from dmcp.tracing.cost import Terms, moments, product, total
 from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
 from dmcp.tracing.gates import Fold, plan_folds
 from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
 from dmcp.tracing.layout import Atom, fixed
-from dmcp.tracing.record import Func, Op, Recording, Ref, meta_example, record, record_anywhere
+from dmcp.tracing.record import Func, Op, Recording, Ref, meta_example, record, record_anywhere, untouched_world
 from dmcp.tracing.replay import ReplayContext, Resolver
 from dmcp.tracing.rules import RULES, find_rule, unknown
 from dmcp.widths import ChannelSpace, fingerprint, tuples
@@ -79,16 +80,21 @@ def trace(
     return _graph(model, context, (hard, soft), notes, exact)
 
 
-def check_example(example: object) -> None:
-    """Refuse an input without tensors or samples."""
+def check_example(example: object, *others: Tensor) -> None:
+    """Refuse an input without tensors or samples, and tensors, also others, that are not dense."""
+    if any(it.layout is not torch.strided or it.is_nested or it.is_quantized for it in (*tensors_in(example), *others)):
+        raise TraceError("A sparse, nested or quantized tensor, of the input or of the model, cannot be traced.")
     if not tensors_in(example) or batch_of(example) == 0:
         raise TraceError("The example input must be a tensor, or a tuple or dict of them, whose dim 0 is the batch.")
 
 
 def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any, list[str]]:
     """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
-    check_example(example)
+    check_example(example, *model.parameters(), *model.buffers())
     several, notes = example, list[str]()
+    with contextlib.suppress(Exception), untouched_world("cpu", model), torch.no_grad():
+        one = tree_map_only(Tensor, torch.clone, rebatch(example, 1))
+        call_model(narrow(model, {}, {}).eval(), one)  # what it keeps outside of itself for later runs has data then
     if batch_of(example) is None:
         notes.append("the inputs do not share their first dim, so macs are of the whole example, not of one sample")
     else:
@@ -105,11 +111,16 @@ def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any,
     read = (op.inputs()[0] for op in first.ops if op.name == "conv2d")
     if any(value in first.inputs and len(first.shapes[value]) == 3 for value in read):
         raise TraceError("A convolution takes the example input for one image: it needs a batch dim, as in 2x3x64x64.")
+    found = [first]
     try:
-        return [first, record_anywhere(model, several, training=True)], several, notes
+        found.append(record_anywhere(model, several, training=True, grad=True))
     except TraceError as error:
         notes.append(f"train mode could not be recorded, so layers that run only there are unknown: {error}")
-        return [first], several, notes
+    for usual in list(found):  # some models ask whether gradients are on: in training they are
+        with contextlib.suppress(TraceError):
+            other = record_anywhere(model, several, usual.training, not usual.grad)
+            found[1:1] = [other] if other.ops != usual.ops else []
+    return found, several, notes
 
 
 def wrong_dtype(model: nn.Module, example: Any) -> str:
@@ -323,7 +334,7 @@ def _cost_entries(model: nn.Module, context: ReplayContext, numbers: Mapping[int
         if any(factor.denominator != 1 for factor in scaled.values()):
             raise TraceError(
                 "The cost of one sample does not follow from that of a batch: dim 0 of the inputs must be it. Trace "
-                "the part of a detector that ends before its boxes are chosen: docs/cookbook.md, Detectors."
+                "the part of a detector that ends before its boxes are chosen."
             )
         macs.setdefault(cost.path, []).append({key: int(factor) for key, factor in scaled.items()})
     for name, _ in model.named_parameters():
