@@ -222,12 +222,13 @@ def test_training_images_are_what_torchvision_makes_of_them(size: tuple[int, int
         wanted.append(np.asarray(crop)[:, :: -1 if flip[1] else 1])
     found = map(partial(crop_here, size=size), pictures, boxes)
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)) and 0 < boxes[:, 1, 4].sum() < 7
-    flat = torch.from_numpy(np.concatenate([it.ravel() for it in pictures]))
     starts = np.cumsum([0, *(it.size for it in pictures)])[:-1]
-    images, labels = crop_there(flat, starts, sizes, boxes, np.arange(7), size)
-    mean, std = scale("cpu")
-    levels = (images * std + mean).permute(0, 2, 3, 1) - torch.from_numpy(np.stack(wanted))
-    assert levels.abs().max() < 1.01 and levels.abs().mean() < 0.4 and labels.tolist() == [*range(7)]
+    for planar in (False, True):
+        flat = torch.from_numpy(np.concatenate([(it.transpose(2, 0, 1) if planar else it).ravel() for it in pictures]))
+        images, labels = crop_there(flat, starts, sizes, boxes, np.arange(7), size, planar)
+        mean, std = scale("cpu")
+        levels = (images * std + mean).permute(0, 2, 3, 1) - torch.from_numpy(np.stack(wanted))
+        assert levels.abs().max() < 1.01 and levels.abs().mean() < 0.4 and labels.tolist() == [*range(7)]
 
     usual = v2.RandomResizedCrop(size, ratio=(3 / 4 * size[1] / size[0], 4 / 3 * size[1] / size[0]))
     for own in ((100, 140), (40, 200)):  # also where most tries do not fit

@@ -36,6 +36,7 @@ Size = tuple[int, int]  # height and width
 # decoding: JPEGs by torchvision, which keeps Python's lock for less time than PIL and gives the same pixels
 
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a pipe would wait for its other end
 _UNKNOWN = (RuntimeError, AttributeError)  # of a file, or of the operator in this torchvision
 
 
@@ -45,21 +46,25 @@ def read_pixels(path: str) -> Array:
 
     if (data := read_jpeg(path)) is not None:
         with contextlib.suppress(*_UNKNOWN):  # PIL says what is wrong, if it is
-            return np.ascontiguousarray(torch.ops.image.decode_jpeg(data, _RGB).permute(1, 2, 0).numpy())
+            found: Array = torch.ops.image.decode_jpeg(data, _RGB).permute(1, 2, 0).numpy()
+            return found
     return np.array(decode(path))  # a copy that torch may write to
 
 
 def read_jpeg(path: str) -> Tensor | None:
     """The bytes of a whole JPEG file, grey or YCbCr of 8 bits; None for anything else, of which PIL knows more."""
-    now = getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its other end
-    try:
-        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | now)) as file:
-            facts = os.fstat(file.fileno())
-            data = bytearray(facts.st_size if stat.S_ISREG(facts.st_mode) else 0)
-            whole = file.readinto(data) == len(data) > 0
+    try:  # by few calls: threads that read many files wait for each other at each
+        file = os.open(path, _FLAGS)
     except OSError:
         return None
-    if not whole or not data.startswith(b"\xff\xd8") or not data.endswith(b"\xff\xd9"):
+    try:
+        facts = os.fstat(file)
+        data = os.read(file, facts.st_size) if stat.S_ISREG(facts.st_mode) else b""
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    if len(data) != facts.st_size or not data.startswith(b"\xff\xd8") or not data.endswith(b"\xff\xd9"):
         return None
     at = 2
     while at + 19 < len(data) and data[at] == 0xFF:
@@ -68,7 +73,7 @@ def read_jpeg(path: str) -> Tensor | None:
             bits, height, width, channels, first = struct.unpack_from(">BHHBB", data, at + 4)
             fits = 0 < height * width <= (PIL.Image.MAX_IMAGE_PIXELS or 0) and 0.01 < height / width < 100
             fits = fits and bits == 8 and channels in (1, 3) and first != ord("R")
-            return torch.frombuffer(data, dtype=torch.uint8) if fits else None
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if fits else None
         if kind == 0xEE and data[at + 15] != 1:  # Adobe's note that it is not YCbCr
             return None
         at += 2 + length
@@ -76,10 +81,9 @@ def read_jpeg(path: str) -> Tensor | None:
 
 
 def decode_there(files: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
-    """JPEG files as (height, width, 3) on a GPU; None for one that it cannot decode."""
+    """JPEG files as (3, height, width) on a GPU; None for one that it cannot decode."""
     try:
-        found = torch.ops.image.decode_jpegs_cuda(list(files), _RGB, device) if files else []
-        return [image.permute(1, 2, 0) for image in found]
+        return list(torch.ops.image.decode_jpegs_cuda(list(files), _RGB, device)) if files else []
     except _UNKNOWN:  # it does not say which
         half = len(files) // 2
         return [*decode_there(files[:half], device), *decode_there(files[half:], device)] if half else [None]
@@ -164,16 +168,18 @@ _AT_ONCE = 2**25  # bytes of images that are cropped at once; their indices take
 
 
 def crop_there(
-    flat: Tensor, starts: Array, sizes: Array, boxes: Array, labels: Array, size: Size
+    flat: Tensor, starts: Array, sizes: Array, boxes: Array, labels: Array, size: Size, planar: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Images of these sizes that start here in a row of bytes -> images (N, 3, *size), normalized, and labels (N,).
 
-    Two batched matrix products; in half precision on a GPU, which is finer than PIL's steps of uint8.
+    They lie there as (height, width, 3), planar ones as (3, height, width). Two batched matrix products; in half
+    precision on a GPU, which is finer than PIL's steps of uint8.
     """
     device, dtype, count = flat.device, torch.float16 if flat.is_cuda else torch.float32, len(labels)
     start, step, low, high, flip = boxes.transpose(2, 1, 0)  # (2, N) each
-    begin, down = starts + 3 * (low[0] * sizes[:, 1] + low[1]), 3 * sizes[:, 1]
-    table = torch.from_numpy(np.stack([begin, down, labels, *(start - low), *step, *(high - low), *flip]))
+    pixel, plane = (1, sizes.prod(1)) if planar else (3, np.ones(count))
+    begin, down = starts + pixel * (low[0] * sizes[:, 1] + low[1]), pixel * sizes[:, 1]
+    table = torch.from_numpy(np.stack([*(start - low), *step, *(high - low), *flip, begin, down, plane, labels]))
     table = (table.pin_memory() if flat.is_cuda else table).to(device, non_blocking=True)  # float64: exact
     images, (mean, std) = torch.empty((count, 3, *size), device=device), scale(device)
     rows, columns = (-(-int(side.max(initial=1)) // 8) * 8 for side in high - low)  # eights suit tensor cores
@@ -181,13 +187,15 @@ def crop_there(
     at_once = max(1, _AT_ONCE // (3 * rows * columns))
     for first in range(0, count, at_once):
         some = table[:, first : first + at_once]
-        (begin_, down_), (bottom, right) = some[:2].long()[:, :, None], some[7:9].long()[:, :, None]
-        inside = (begin_ + down_ * torch.minimum(y, bottom - 1))[:, :, None, None] + channel[:, None]
-        pixels = flat[inside + 3 * torch.minimum(x, right - 1)[:, None, None]].to(dtype)  # (n, rows, 3, columns)
-        narrow = torch.bmm(pixels.flatten(1, 2), _weights(some[4::2], size[1], columns).to(dtype).mT)
-        found = torch.bmm(_weights(some[3::2], size[0], rows).to(dtype), narrow.view(-1, rows, 3 * size[1]))
+        bottom, right, _, _, begin_, down_, plane_, _ = some[4:].long()[:, :, None]
+        inside = (begin_ + down_ * torch.minimum(y, bottom - 1))[:, :, None, None] + (plane_ * channel)[
+            :, None, :, None
+        ]
+        pixels = flat[inside + pixel * torch.minimum(x, right - 1)[:, None, None]].to(dtype)  # (n, rows, 3, columns)
+        narrow = torch.bmm(pixels.flatten(1, 2), _weights(some[1:8:2], size[1], columns).to(dtype).mT)
+        found = torch.bmm(_weights(some[:8:2], size[0], rows).to(dtype), narrow.view(-1, rows, 3 * size[1]))
         torch.sub(found.view(-1, size[0], 3, size[1]).transpose(1, 2), mean, out=images[first : first + at_once])
-    return images.div_(std), table[2].long()
+    return images.div_(std), table[-1].long()
 
 
 def _weights(axis: Tensor, size: int, pixels: int) -> Tensor:

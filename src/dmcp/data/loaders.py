@@ -179,7 +179,7 @@ class FolderLoader:
         """Batches whose images threads read, some of them ahead; a GPU makes them beside the step."""
         gpu, numbers = self.device.type == "cuda", iter(range(_MAKERS))
         files = gpu and self.store is None and images.decodes(self.device)
-        load = partial(self._load, self._file if files else self._read) if gpu else self._crop
+        load = partial(self._load, self._file if files else self._planes) if gpu else self._crop
         own_stream = lambda: torch.cuda.set_stream(_stream(self.device, next(numbers)))  # noqa: E731
         readers, makers = ThreadPoolExecutor(self.workers), ThreadPoolExecutor(_MAKERS, initializer=own_stream)
         waiting: deque[Callable[[], _Batch]] = deque()
@@ -240,23 +240,28 @@ class FolderLoader:
         floats, (mean, std) = torch.from_numpy(crops).permute(0, 3, 1, 2).contiguous().float(), images.scale("cpu")
         return floats.sub_(mean).div_(std), torch.from_numpy(labels)
 
-    def _file(self, index: int) -> Any:
+    def _planes(self, index: int) -> Tensor:
+        """An image as (3, height, width)."""
+        return torch.from_numpy(self._read(index)).permute(2, 0, 1).contiguous()
+
+    def _file(self, index: int) -> Tensor:
         """A JPEG file for the GPU to decode; an image, if it is something else."""
         data = images.read_jpeg(self.dataset.paths[index])
-        return self._read(index) if data is None else data
+        return self._planes(index) if data is None else data
 
     def _on_gpu(self, places: Array, read: Sequence[Future[list[tuple[int, Any]]]]) -> _Batch:
         """A batch of what `_load` returned, in a thread and a stream of its own."""
         found = [pair for it in read for pair in it.result()]
         files = [number for number, (_, item) in enumerate(found) if item.ndim == 1]
         for number, image in zip(files, images.decode_there([found[it][1] for it in files], self.device), strict=True):
-            found[number] = self._find(places[number], self._read) if image is None else (found[number][0], image)
-        sizes = np.array([image.shape[:2] for _, image in found]).reshape(-1, 2)
+            found[number] = self._find(places[number], self._planes) if image is None else (found[number][0], image)
+        sizes = np.array([image.shape[1:] for _, image in found]).reshape(-1, 2)
         lengths, labels = 3 * sizes.prod(1), self.labels[[index for index, _ in found]]
-        starts, flat = np.cumsum(lengths) - lengths, torch.empty(lengths.sum(), dtype=torch.uint8, device=self.device)
-        for (_, image), start in zip(found, starts, strict=True):
-            flat[start:][: 3 * image.shape[0] * image.shape[1]].view(image.shape).copy_(torch.as_tensor(image))
-        batch = images.crop_there(flat, starts, sizes, self._boxes(places, sizes), labels, self.dataset.size)
+        rows = [image.flatten() for _, image in found] or [torch.empty(0, dtype=torch.uint8)]  # a rank may have none
+        # in one step each: every operation waits for the threads that read
+        flat = torch.cat([row.to(self.device) for row in rows] if files else rows).to(self.device)
+        starts, boxes = np.cumsum(lengths) - lengths, self._boxes(places, sizes)
+        batch = images.crop_there(flat, starts, sizes, boxes, labels, self.dataset.size, planar=True)
         torch.cuda.current_stream(self.device).synchronize()  # the step need not wait, and memory may be used again
         return batch
 
