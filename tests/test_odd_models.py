@@ -86,6 +86,10 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "dice of its own": lambda: Odd(
         lambda self, y: self.third(y * (1 + torch.rand(1, generator=self.dice).item() // 1))
     ),
+    "dice of a seed": lambda: Odd(lambda self, y: (torch.manual_seed(0), self.third(y * torch.rand_like(y)))[1]),
+    "dice of a size": lambda: Odd(
+        lambda self, y: self.third(y * torch.rand(1, generator=torch.Generator().manual_seed(y.shape[1])).to(y))
+    ),
     "a root": lambda: Odd(
         lambda self, y: self.third(y) + (y * y).mean((2, 3), keepdim=True).sqrt().sum(1, keepdim=True)
     ),

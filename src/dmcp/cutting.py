@@ -39,7 +39,7 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: s
     if by not in ("first", "l1", "l2"):
         raise WidthsError(f"by must be first, l1 or l2, not {by!r}.")
     if fingerprint(model) != graph.fingerprint:
-        raise WidthsError(f"This graph was traced on another architecture than this {type(model).__name__}: trace it.")
+        raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
     if isinstance(widths, Widths) and widths.fingerprint != graph.fingerprint:
         raise WidthsError("These widths are for another architecture: make them with graph.widths(...).")
     for space in graph.spaces if by != "first" else ():

@@ -31,7 +31,7 @@ class Supernet(nn.Module):
         super().__init__()
         model = unwrap(model)
         if fingerprint(model) != graph.fingerprint:
-            raise WidthsError("This graph was traced from another architecture: trace this model.")
+            raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
         gated = {fold.tensor for fold in (*graph.hard_folds, *graph.soft_folds)}
         if any(recording.recomputes or recording.keeps & gated for recording in graph.recordings):
             raise WidthsError(

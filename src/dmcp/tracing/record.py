@@ -46,6 +46,8 @@ _HISTORY: dict[Any, Any] = {
 _DATA = _GETTERS["data"].__get__
 _ELSEWHERE = "A lambda or hook of the model holds the model itself; copies would use the original: make it a method."
 
+_SEED = 2**40 + 1  # of every recording and replay; with another one forward has seeded its random numbers itself
+
 # Their size follows from values, but torch does not tag them so.
 UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}
 
@@ -156,6 +158,7 @@ class Recording:
     made: list[tuple[int, str, list[float]]] = field(default_factory=list)  # ops before, module, numbers made tensors
     caches: dict[tuple[str, str], Any] = field(default_factory=dict)  # plain attributes that the pass set: old value
     keeps: set[str] = field(default_factory=set)  # tensors from which attributes were computed for later runs
+    seeded: list[Op] = field(default_factory=list)  # random numbers whose seed or generator is the model's own
     recomputes: bool = False  # whether the backward pass takes weights from modules (activation checkpointing)
 
     @functools.cached_property
@@ -320,6 +323,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._note_read(call.inputs(), call.name, result)
         single = isinstance(out, Tensor)
         self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            seed = (call.arguments().get("generator") or torch.default_generator).initial_seed()
+            if seed != _SEED:
+                self.recording.seeded.append(self.recording.ops[-1])
+                self._note_made(seed)
         return out
 
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -386,7 +394,7 @@ def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[
         stack.enter_context(torch.random.fork_rng(gpus))
         random.seed(0)  # every recording and replay has the same random numbers
         np.random.seed(0)
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(_SEED)
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))

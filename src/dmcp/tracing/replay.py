@@ -369,7 +369,7 @@ class Resolver:
             return
         last = min(len(outcome.recording.ops), len(ops) - 1)
         at = [(conflict.number, conflict.path) for conflict in outcome.conflicts] or [(last, ops[last].path)]
-        why = outcome.stopped or f"{IN_CODE} depends on another width"
+        why = outcome.stopped or "perhaps a Tensor subclass hides it (use plain tensors)"
         if not any(self._fix_module(number, *place, why) for place in at):
             raise TraceError(f"The narrow model does not run, and nothing is left to make unprunable: {why}")
 

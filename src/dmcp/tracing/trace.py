@@ -60,6 +60,10 @@ def trace(
         for read in within.recording.reads:
             for layout in (layout for value in read.values for layout in within.layouts[value]):
                 coupling.channels.fix(layout, f"its values are read by {read.way} ({read.where})")
+        for op in within.recording.seeded:
+            for layout in (layout for value in op.outs if value is not None for layout in within.layouts[value]):
+                where = f"{op.name} at {op.path or 'the top'}"
+                coupling.channels.fix(layout, f"random numbers seeded in forward go by its size ({where})")
     mixed = [pair for within in coupling.passes for pair in within.mixed] if exact else []
     mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.fix(layout, reason)]
     _fix_unwritten(coupling, parameters)
