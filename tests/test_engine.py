@@ -221,7 +221,8 @@ def searched(toy: Any, chosen: Engine, counter: CompileCounterWithBackend | None
 def counter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """torch.compile without kernels, and how often it compiled."""
     found = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=found))
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda it, options, **how: real(it, backend=found, **how))
     torch._dynamo.reset()
     yield found
     torch._dynamo.reset()

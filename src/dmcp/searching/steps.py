@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,9 +97,8 @@ def weight_gradients(
                 output = subnet(x, given) if callable(subnet) else setup.net(x, subnet)
                 learns = setup.config.distill and target
                 value = distillation_loss(output, target) if learns else loss_of(setup.loss, output, batch)
-            share = size_of(batch) / samples
             inputs = [*weights, given] if given is not None and given.requires_grad else [*weights]
-            found = torch.autograd.grad(value * share, inputs, allow_unused=True)
+            found = torch.autograd.grad(value * (size_of(batch) / samples), inputs, allow_unused=True)
             gradients = _sums(gradients, found[: len(weights)])
             back = _add_back(back, found[len(weights) :], h)
             del found  # these are large
@@ -145,8 +144,7 @@ def arch_gradient(setup: Setup, batches: Sequence[Any], forward: Forward | None 
 
 def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
     """A scalar with this value whose backward pass gives the parameters these gradients."""
-    pairs = zip(parameters, gradients, strict=True)
-    dots = [(parameter * gradient).sum() for parameter, gradient in pairs if gradient is not None]
+    dots = [(it * found).sum() for it, found in zip(parameters, gradients, strict=True) if found is not None]
     total = torch.stack(dots).sum()
     return total + (value - total).detach()
 
@@ -230,19 +228,14 @@ class Steps:
             self.narrow = Narrow(net, extremes(net.graph, setup.chains.sizes)[0], align, *border)
             self.narrow.run = engine.compiled(self.narrow.run)
         self.largest = net.hard(setup.chains.sizes.sum(dim=1))
-        unbounded = bool(self.largest.all())
+        whole: Callable[[], Any] = net.unfolded if self.largest.all() else partial(fold, self.largest)
 
-        def run(x: Any, h: Tensor | None, folded: Mapping[str, Tensor]) -> Any:
-            return full(x, folded) if h is None or tail is None else tail(x, h, folded)
-
-        def with_gates(gates: Tensor) -> Subnet:
-            return lambda x, h: run(x, h, fold(gates))
+        def run(weights: Callable[[], Any], x: Any, h: Tensor | None) -> Any:
+            return full(x, weights()) if h is None or tail is None else tail(x, h, weights())
 
         def sandwich(batches: list[Any], gates: Tensor) -> tuple[list[Subnet], Head | None]:
             as_traced = stem is not None and all(stem.fits(input_of(batch)) for batch in batches)
-            some = [with_gates(it) for it in (self.largest, gated, *gates)]
-            if unbounded:  # nothing is gated
-                some[0] = lambda x, h: run(x, h, net.unfolded())
+            some: list[Subnet] = [partial(run, whole), *(partial(run, partial(fold, it)) for it in (gated, *gates))]
             if self.narrow and (as_traced or stem is None):
                 some[1] = self.narrow
             return some, head if as_traced else None
