@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from huggingface_hub import constants
 from nets import NETS, Chain, distance, randomise, sample
 from safetensors import safe_open
 from test_cutting import Odd, same, state
 from torch import nn
 
 import dmcp
+from dmcp import models
 from dmcp.widths import fingerprint
 
 Case = tuple[nn.Module, Any, Any, Any]
@@ -187,3 +189,31 @@ def test_load_refuses_another_architecture_or_version(chain: Case, tmp_path: Pat
     renamed.width = renamed.__dict__.pop("channels")
     with pytest.raises(dmcp.WidthsError):
         dmcp.load(tmp_path, renamed)
+
+
+def test_a_run_needs_no_model_and_may_be_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache of huggingface_hub files are links to blobs."""
+    arguments: dict[str, Any] = {"num_classes": 4, "width": 8}
+    _, _, widths, small = narrowed(models.build("digits:resnet", **arguments), (1, 8, 8))
+    cached, version = tmp_path / "models--me--half", "0" * 40
+    blobs, linked = cached / "blobs", cached / "snapshots" / version
+    dmcp.save(small, widths, blobs)
+    settings = {"model": "digits:resnet", "model_args": ["width=8"], "classes": 4}
+    (blobs / "settings.json").write_text(json.dumps(settings))
+    for path in (cached / "refs", linked):
+        path.mkdir(parents=True)
+    (cached / "refs" / "main").write_text(version)
+    for path in blobs.iterdir():
+        (linked / path.name).symlink_to(path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for folder in (blobs, "me/half"):
+        for model in (None, models.build("digits:resnet", **arguments)):
+            assert same(state(dmcp.load(folder, model)), state(small))
+    for wrong in ({"model": "nets:Chain"}, {"model": 3}, {"model_args": ["width='8'"]}, {"classes": "4"}):
+        (blobs / "settings.json").write_text(json.dumps(settings | wrong))
+        with pytest.raises(dmcp.FileError):
+            dmcp.load(blobs)
+    for missing in ("me/other", tmp_path / "none"):
+        with pytest.raises(dmcp.FileError):
+            dmcp.load(missing)
