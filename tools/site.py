@@ -31,8 +31,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to files of the repository become names: the site has no address of it."""
-    return outside(markdown)
+    """Links to files of the repository become names: the site has no address of it. Blocks of code lose their marks."""
+    return re.sub(r"^```python \w+$", "```python", outside(markdown), flags=re.MULTILINE)
 
 
 def outside(text: str) -> str:
