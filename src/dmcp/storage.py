@@ -114,7 +114,7 @@ def _built(path: Path) -> nn.Module:
         name, typed, classes = stored["model"], stored["model_args"], stored["classes"]
         numbers = all(isinstance(value, int | float | None) for _, value in map(models.argument, typed))
         if not models.of_library(name) or not numbers:
-            raise ValueError(f"built by {name} {' '.join(typed)}")
+            raise ValueError(f"built by {' '.join((name, *typed))}")
         return models.rebuild(name, typed, classes)
     except (AttributeError, DmcpError, KeyError, TypeError, ValueError) as error:
         raise FileError(f"{path.parent}: {quote(error).rstrip('.')}: give load the unpruned model, too.") from error
