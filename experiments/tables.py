@@ -218,7 +218,7 @@ def deviations() -> str:
 
 # pruned networks
 
-PRUNED = (  # network, data; results, runs, variant there; milliseconds before and after: benchmarks/speedup.py
+PRUNED = (  # network, data; results, runs (or a folder of checkpoints/), variant; milliseconds before and after: benchmarks/speedup.py
     ("`resnet18`, Tiny-ImageNet", "judge.jsonl", "resnet18-50-test", "dmcp taught", "42.7 → 24.3", "4.8 → 4.5"),
     ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 50%", "", ""),
     ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 30%", "", ""),
@@ -240,7 +240,7 @@ def pruned() -> str:
 
 
 def tested(file: str, runs: str) -> list[dict[str, Any]]:
-    """Name, seed, accuracy, share of MACs and widths of networks: of run.py, judge.py or lines of dmcp prune --json."""
+    """Name, seed, accuracy, share of MACs and widths of networks: of run.py, judge.py or dmcp prune --seeds."""
     if file.endswith(".json"):
         it = read(file.removesuffix(".json"))
         return [
@@ -249,11 +249,12 @@ def tested(file: str, runs: str) -> list[dict[str, Any]]:
         ]
     lines = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
     if "networks" in lines[0]:
-        return [
-            {**row, "seed": seed, "macs": it["macs_share"], "widths": [*it["widths"].values()]}
-            for seed, it in enumerate(lines)
-            for row in it["networks"]
-        ]
+        found = {row["name"]: zip(row["accuracy"], row["macs"], strict=True) for row in lines[0]["networks"]}
+        rows = [(name, seed, *it) for name, own in found.items() for seed, it in enumerate(own)]
+        whole = next(macs for name, _, _, macs in rows if name == "unpruned")
+        widths = json.loads((HERE.parent / "checkpoints" / runs / "widths.json").read_text())["widths"].values()
+        keys = ("name", "seed", "accuracy", "macs", "widths")
+        return [dict(zip(keys, (*row[:3], row[3] / whole, [*widths]), strict=True)) for row in rows]
     lines = [it | {"seed": it["job"]["seed"]} for it in lines if it["job"]["name"].startswith(runs)]
     widths = {it["seed"]: it["search"]["widths"] for it in lines if "search" in it}
     return [it["trained"] | {"seed": it["seed"], "widths": widths[it["seed"]]} for it in lines if "trained" in it]
