@@ -218,7 +218,7 @@ def deviations() -> str:
 
 # pruned networks
 
-PRUNED = (  # network, data; results, runs (or a folder of checkpoints/), variant; milliseconds before and after: benchmarks/speedup.py
+PRUNED = (  # network, data; results, runs or a folder of checkpoints/, variant; ms of benchmarks/speedup.py
     ("`resnet18`, Tiny-ImageNet", "judge.jsonl", "resnet18-50-test", "dmcp taught", "42.7 → 24.3", "4.8 → 4.5"),
     ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 50%", "", ""),
     ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 30%", "", ""),
