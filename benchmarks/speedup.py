@@ -2,6 +2,7 @@
 
 python benchmarks/speedup.py                      # onnxruntime on one thread of the CPU, batch 1
 python benchmarks/speedup.py --device cuda        # torch.compile in bfloat16, batch 256
+python benchmarks/speedup.py --model checkpoints/*  # run folders: their networks and widths
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 
 import dmcp
 from dmcp.exporting import open_file, turn_times
-from dmcp.models import build
+from dmcp.models import rebuild, sample_shape
 
 SEARCHED = Path(__file__).parent / "searched.json"  # widths at 50 % of the MACs: REPORT.md, judge
 
@@ -51,16 +52,19 @@ def main() -> None:
     print("| network | unpruned, ms | searched | uniform | uniform, multiples of 1 | MACs, before / after |")
     print("|---|---|---|---|---|---|")
     for name in given.model:
-        model = build(name).eval()
-        x = torch.randn(given.batch or (1 if cpu else 256), 3, 224, 224)
+        run = Path(name)
+        settings = json.loads((run / "settings.json").read_text()) if run.is_dir() else {}
+        model = rebuild(settings.get("model", name), settings.get("model_args", ()), settings.get("classes")).eval()
+        x = torch.randn(given.batch or (1 if cpu else 256), *sample_shape(model))
         graph = dmcp.trace(model, x[:1])
+        kept = json.loads((run / "widths.json").read_text())["widths"] if settings else searched[name]
         uniform = (dmcp.uniform(graph, "50%", align=align) for align in (None, 1))
-        chosen = [graph.full, graph.widths(searched[name]), *uniform]
+        chosen = [graph.full, graph.widths(kept), *uniform]
         nets = [make(dmcp.cut(model, graph, widths).eval(), x) for widths in chosen]
         whole, *small = turn_times(nets, torch.device(given.device))
         fewer = graph.macs() / graph.macs(chosen[1])
         print(
-            f"| {name} | {whole:.1f} | {' | '.join(f'{whole / it:.2f} ×' for it in small)} | {fewer:.2f} |", flush=True
+            f"| {name} | {whole:.3g} | {' | '.join(f'{whole / it:.2f} ×' for it in small)} | {fewer:.2f} |", flush=True
         )
 
 

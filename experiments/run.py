@@ -4,7 +4,7 @@
     python experiments/run.py warmup                    # do those that are not
     python experiments/run.py warmup --results mine     # do all of them, and record them in mine/warmup.json
     python experiments/run.py --table warmup            # a table of REPORT.md, from the recorded runs
-    python experiments/run.py --report                  # write all tables into REPORT.md
+    python experiments/run.py --report                  # write all tables into REPORT.md and docs
 
 NAME is a file of experiments/settings, or the path of your own. What is done is kept in --out under a hash of its
 settings: experiments share runs, and one that was stopped goes on with the next run.
@@ -232,10 +232,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="folder of what is kept meanwhile")
     parser.add_argument("--list", action="store_true", help="run nothing")
     parser.add_argument("--table", metavar="NAME", help="print the table of a results file")
-    parser.add_argument("--report", action="store_true", help="write all tables into REPORT.md")
+    parser.add_argument("--report", action="store_true", help="write all tables into REPORT.md and docs")
     args = parser.parse_args()
     if args.report:
-        tables.REPORT.write_text(tables.filled(tables.REPORT.read_text()))
+        for page in (tables.REPORT, tables.PAGE):
+            page.write_text(tables.filled(page.read_text()))
     if args.table:
         print(tables.table_of(args.table, args.results), end="")
     for name in args.name:

@@ -13,6 +13,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS, REPORT, CLAIMS = HERE / "results", HERE / "REPORT.md", HERE / "claims.toml"
+PAGE = HERE.parent / "docs" / "performance.md"  # has the table of pruned networks
 TESTED_BY_HELD_OUT = ("recipe", "rates", "even", "border")  # experiments that never look at the test images
 DRAWN = ("random", "dmcp-direct")  # widths that are drawn anew for each seed spread more
 
@@ -60,9 +61,9 @@ def rows_of(runs: Sequence[tuple[Mapping[str, Any], dict[str, Any]]]) -> list[di
 
 
 def table_of(name: str, folder: Path = RESULTS) -> str:
-    """The table of an experiment, of the paper's claims, or of deviations over seeds."""
-    if name in ("claims", "deviations"):
-        return claims() if name == "claims" else deviations()
+    """The table of an experiment, of the paper's claims, of deviations over seeds, or of pruned networks."""
+    if name in (made := {"claims": claims, "deviations": deviations, "pruned": pruned}):
+        return made[name]()
     it = read(name, folder)
     rows = it.get("rows") or it["lines"]
     if "method" in rows[0]:
@@ -213,6 +214,50 @@ def deviations() -> str:
     """How far accuracies spread over seeds, by recipe."""
     head = ["recipe", "deviation over seeds, points", "variants", "degrees of freedom"]
     return markdown([head, *([name, f"{100 * it[0]:.2f}", str(it[1]), str(it[2])] for name, it in pools().items())])
+
+
+# pruned networks
+
+PRUNED = (  # network, data; results, runs or a folder of checkpoints/, variant; ms of benchmarks/speedup.py
+    ("`resnet18`, Tiny-ImageNet", "judge.jsonl", "resnet18-50-test", "dmcp taught", "42.7 → 24.3", "4.8 → 4.5"),
+    ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 50%", "", ""),
+    ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 30%", "", ""),
+    ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 15%", "", ""),
+)
+
+
+def pruned() -> str:
+    """Networks that were trained here, with the widths of their first seed."""
+    cells = [["network, data", "MACs, %", "accuracy, %", "unpruned, %", "CPU, ms", "H200, ms", "widths, first seed"]]
+    for name, file, runs, variant, *speeds in PRUNED:
+        rows = tested(file, runs)
+        own = sorted((row for row in rows if row["name"] == variant), key=lambda row: int(row["seed"]))
+        shares, widths = [100 * row["macs"] for row in own], "-".join(map(str, own[0]["widths"]))
+        whole = [row["accuracy"] for row in rows if row["name"] == "unpruned"]
+        accuracy = spread([row["accuracy"] for row in own])
+        cells.append([name, between(shares, ".1f"), accuracy, spread(whole), *speeds, widths])
+    return markdown(cells)
+
+
+def tested(file: str, runs: str) -> list[dict[str, Any]]:
+    """Name, seed, accuracy, share of MACs and widths of networks: of run.py, judge.py or dmcp prune --seeds."""
+    if file.endswith(".json"):
+        it = read(file.removesuffix(".json"))
+        return [
+            {**cell, "name": cell["label"], "macs": cell["macs"] / it["macs"], "widths": [*cell["widths"].values()]}
+            for cell in it["cells"]
+        ]
+    lines = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    if "networks" in lines[0]:
+        found = {row["name"]: zip(row["accuracy"], row["macs"], strict=True) for row in lines[0]["networks"]}
+        rows = [(name, seed, *it) for name, own in found.items() for seed, it in enumerate(own)]
+        whole = next(macs for name, _, _, macs in rows if name == "unpruned")
+        widths = json.loads((HERE.parent / "checkpoints" / runs / "widths.json").read_text())["widths"].values()
+        keys = ("name", "seed", "accuracy", "macs", "widths")
+        return [dict(zip(keys, (*row[:3], row[3] / whole, [*widths]), strict=True)) for row in rows]
+    lines = [it | {"seed": it["job"]["seed"]} for it in lines if it["job"]["name"].startswith(runs)]
+    widths = {it["seed"]: it["search"]["widths"] for it in lines if "search" in it}
+    return [it["trained"] | {"seed": it["seed"], "widths": widths[it["seed"]]} for it in lines if "trained" in it]
 
 
 # the report

@@ -36,13 +36,9 @@ def test_version_is_the_same_everywhere() -> None:
 
 def test_the_wheel_has_every_file_of_the_package() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    packed = {path for name, files in data.items() for file in files for path in under(name).glob(file)}
+    folders = {PACKAGE.parent / name.replace(".", "/"): files for name, files in data.items()}
+    packed = {path for folder, files in folders.items() for file in files for path in folder.glob(file)}
     assert {path for path in committed() if path.is_relative_to(PACKAGE) and path.suffix != ".py"} == packed
-
-
-def under(package: str) -> Path:
-    """The folder of a package of ours."""
-    return PACKAGE.parent.joinpath(*package.split("."))
 
 
 def committed() -> Iterator[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -13,12 +14,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from huggingface_hub import constants
 from nets import NETS, Chain, distance, randomise, sample
 from safetensors import safe_open
 from test_cutting import Odd, same, state
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp import models
 from dmcp.widths import fingerprint
 
 Case = tuple[nn.Module, Any, Any, Any]
@@ -187,3 +191,35 @@ def test_load_refuses_another_architecture_or_version(chain: Case, tmp_path: Pat
     renamed.width = renamed.__dict__.pop("channels")
     with pytest.raises(dmcp.WidthsError):
         dmcp.load(tmp_path, renamed)
+
+
+def test_a_run_needs_no_model_and_may_be_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache of huggingface_hub files are links to blobs."""
+    _, _, widths, small = narrowed(models.build("digits:resnet", width=8), (1, 8, 8))
+    blobs, linked, refs = (tmp_path / "models--me--half" / name for name in ("blobs", f"snapshots/{0:040}", "refs"))
+    settings = {"model": "digits:resnet", "model_args": ["width=8"], "classes": 10}
+    dmcp.save(small, widths, blobs)
+    (blobs / "settings.json").write_text(json.dumps(settings))
+    for path in (linked, refs):
+        path.mkdir(parents=True)
+    (refs / "main").write_text(linked.name)
+    for path in blobs.iterdir():
+        (linked / path.name).symlink_to(path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for folder, model in itertools.product((blobs, "me/half"), (None, models.build("digits:resnet", width=8))):
+        assert same(state(dmcp.load(folder, model)), state(small))
+    for wrong in ({"model": "nets:Chain"}, {"model": 3}, {"model_args": ["width='8'"]}, {"classes": "4"}):
+        (blobs / "settings.json").write_text(json.dumps(settings | wrong))
+        for folder in (blobs, "me/other", "none"):
+            with pytest.raises(dmcp.FileError):
+                dmcp.load(folder)
+
+
+@pytest.mark.parametrize("folder", sorted(Path(__file__).parents[1].glob("checkpoints/*")), ids=lambda it: it.name)
+def test_a_network_of_ours_is_inside_its_budget(folder: Path) -> None:
+    settings = json.loads((folder / "settings.json").read_text())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        dmcp.load(folder).eval()(torch.zeros(1, *settings["shape"]))
+    share = counter.get_total_flops() / 2 / settings["unpruned"]["macs"]
+    assert 0.9 < share / (float(settings["search"]["budget"].rstrip("%")) / 100) <= 1

@@ -31,14 +31,14 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to files of the repository become names: the site has no address of it."""
-    return outside(markdown)
+    """Links to files of the repository become names: the site has no address of it. Blocks of code lose their marks."""
+    return re.sub(r"^```python \w+$", "```python", outside(markdown), flags=re.MULTILINE)
 
 
 def outside(text: str) -> str:
     """The text without links to what is not on the site, but with their words."""
     text = re.sub(r"\]\((\.\./)?experiments/REPORT\.md\)", "](results.md)", text)
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./|src/|examples/|experiments/|tests/|zoo/)[^)]*\)", r"\1", text)
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./|src/|examples/|experiments/|tests/|zoo/|[A-Z]+\.)[^)]*\)", r"\1", text)
 
 
 def reference() -> str:

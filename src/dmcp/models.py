@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -112,6 +115,33 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise DmcpError(f"{name}: gave a {type(model).__name__}, not an nn.Module.")
     return model
+
+
+def rebuild(name: str, typed: Iterable[str], classes: int | None, seed: int = 0) -> nn.Module:
+    """Build the network of a run: arguments as typed, classes of the data, weights that depend on the seed only."""
+    arguments = dict(map(argument, typed))
+    if classes is not None and (of_library(name) or "num_classes" in inspect.signature(find(name)).parameters):
+        arguments = {"num_classes": classes} | arguments
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(name, **arguments)
+
+
+def of_library(name: str) -> bool:
+    """Whether torchvision, timm or this package builds it, not a user's own code."""
+    return ":" not in name or name.partition(":")[0] in ("timm", *NETS)
+
+
+def argument(text: str) -> tuple[str, Any]:
+    """One k=v of --model-args; the value is a number, bool, None, tuple or list where it reads as one, else text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
+    if value.lower() in ("true", "false"):
+        return name, value.lower() == "true"
+    with contextlib.suppress(ValueError, SyntaxError):
+        return name, ast.literal_eval(value)
+    return name, value
 
 
 def sample_shape(model: nn.Module) -> tuple[int, ...]:

@@ -32,12 +32,13 @@ from dmcp.results import Row, divergence, error_of, pruned, results_table
 from dmcp.runtime import io
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
 from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.storage import SETTINGS as SETTINGS
 from dmcp.storage import WIDTHS, save
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import Event, StepRecord
 from dmcp.widths import Widths
 
-SETTINGS, LOG, TIMES, REPORT = "settings.json", "log.jsonl", "times.jsonl", "report.md"
+LOG, TIMES, REPORT = "log.jsonl", "times.jsonl", "report.md"
 INPUT = "input.json"  # how images become inputs
 START = (LATENCY_FILE, INPUT, SETTINGS, LOG)  # what a run begins with; without settings it has not begun
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done

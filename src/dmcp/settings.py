@@ -120,7 +120,7 @@ class SearchConfig:
 
     The defaults of tolerance, groups (for ResNet; 15 for MobileNetV2), epochs, warmup, sampling, budget_weight, lr and
     min_lr are the paper's. Those of align, warmup_sampling, distill, init, label_smoothing, alpha_lr and alpha_min_lr
-    are not, and it names none for the momenta and weight_decay: see the last table of docs/paper_map.md.
+    are not, and it names none for the momenta and weight_decay: the paper map of the docs has a table.
     """
 
     budget: int | float | str | Budget = field(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from dmcp import models
 from dmcp.cutting import named_tensors
-from dmcp.errors import FileError, WidthsError
+from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.modules import narrow, path_of, unwrap
 from dmcp.runtime.io import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, staging_name, write_files
 from dmcp.widths import Widths, fingerprint
 
 FORMAT = "torch-dmcp 1"
 WEIGHTS, WIDTHS = "model.safetensors", "widths.json"
+SETTINGS = "settings.json"  # of a run: how its network is built
 _MAX_EXTRA = 2**30  # bytes of weights beyond those of the model, for a head with more classes
 
 
@@ -52,21 +55,23 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
         "tensors": shapes,
         "sha256": hashlib.sha256(weights).hexdigest(),
     }
-    text = json.dumps(record | {"digest": _digest(record)}, indent=1)
+    text = json.dumps(record | {"digest": _sum(record)}, indent=1)
     try:
         write_files(folder, {WEIGHTS: weights, WIDTHS: text.encode()})
     except OSError as error:
         raise FileError(f"{folder}: the result cannot be written: {error.strerror or error}.") from error
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """The network that `save` wrote, as a copy of the model: the unpruned architecture, freshly built, not changed.
 
-    Values and dtypes are the saved ones; devices, mode and requires_grad are the model's.
+    Values and dtypes are the saved ones; devices, mode and requires_grad are the model's. A run folder needs no model
+    if a library builds it by name. "owner/name" that is no folder here is fetched from the Hugging Face Hub.
     """
-    folder, model = path_of("load", folder, "folder"), unwrap(model)
+    place = _place(path_of("load", folder, "folder"))
+    model = _built(place(SETTINGS)) if model is None else unwrap(model)
     own = named_tensors(model)
-    record, tensors = _read(folder, _MAX_EXTRA + sum(16 * tensor.numel() for tensor in own.values()))
+    record, tensors = _read(place, _MAX_EXTRA + sum(16 * tensor.numel() for tensor in own.values()))
     if Widths.from_json(record).fingerprint != fingerprint(model):
         raise WidthsError(f"{folder}: saved from another architecture: build the unpruned model exactly as it was.")
     if any(tensor.is_meta for tensor in own.values()):
@@ -83,6 +88,36 @@ def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     for name, tensor in named_tensors(small).items():
         tensor.data = tensors[name].to(tensor.device)
     return small
+
+
+def _place(folder: Path) -> Callable[[str], Path]:
+    """Where a file of the folder is: there, else in the cache of the Hub, whose folders have links to its files."""
+    if folder.exists():
+        return folder.joinpath
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", folder.as_posix()):
+        raise FileError(f"{folder}: there is no such folder.")
+    try:
+        from huggingface_hub import snapshot_download  # late: it is an extra
+
+        found = Path(snapshot_download(folder.as_posix(), allow_patterns=[WEIGHTS, WIDTHS, SETTINGS]))
+    except ImportError:
+        raise FileError(f'{folder}: no such folder; for the Hub: pip install "torch-dmcp[hub]".') from None
+    except Exception as error:  # many kinds: no such name, no network, no right to read it
+        raise FileError(f"{folder}: no such folder, nor does the Hub give it: {quote(error)}.") from error
+    return lambda name: (found / name).resolve()
+
+
+def _built(path: Path) -> nn.Module:
+    """The unpruned network of a run; no code but that of libraries is run, and they get numbers only."""
+    try:
+        stored = parse_json(read_bytes(path, MOST_JSON), path)
+        name, typed, classes = stored["model"], stored["model_args"], stored["classes"]
+        numbers = all(isinstance(value, int | float | None) for _, value in map(models.argument, typed))
+        if not models.of_library(name) or not numbers:
+            raise ValueError(f"built by {' '.join((name, *typed))}")
+        return models.rebuild(name, typed, classes)
+    except (AttributeError, DmcpError, KeyError, TypeError, ValueError) as error:
+        raise FileError(f"{path.parent}: {quote(error).rstrip('.')}: give load the unpruned model, too.") from error
 
 
 def _is_ints(value: object) -> bool:
@@ -104,29 +139,25 @@ def _like(known: Any, value: Any) -> Any:
     return getattr(type(known), "_make", type(known))(value)
 
 
-def _digest(record: Mapping[str, Any]) -> str:
+def _sum(record: Mapping[str, Any]) -> str:
     text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(folder: Path, most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(place: Callable[[str], Path], most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The record and the tensors of a saved result, if they belong together and nobody has edited them.
 
     A save that was killed between its two renames left new weights, and their widths.json under its staging name.
     """
-    weights, problems = read_bytes(folder / WEIGHTS, most), list[FileError]()
-    for path in (folder / WIDTHS, folder / staging_name(WIDTHS)):
+    weights, problems = read_bytes(place(WEIGHTS), most), list[FileError]()
+    for path in (place(WIDTHS), place(staging_name(WIDTHS))):
         try:
             record = parse_json(read_bytes(path, MOST_JSON), path)
-            if (
-                not isinstance(record, dict)
-                or record.get("format") != FORMAT
-                or record.get("digest") != _digest(record)
-            ):
+            if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("digest") != _sum(record):
                 raise FileError(f"{path}: no result in the format {FORMAT!r}, or changed since it was saved.")
             if record.get("sha256") != hashlib.sha256(weights).hexdigest():
-                raise FileError(f"{folder / WEIGHTS}: not the weights that were saved: truncated or changed since.")
-            return record, parse_tensors(weights, folder / WEIGHTS)
+                raise FileError(f"{place(WEIGHTS)}: not the weights that were saved: truncated or changed since.")
+            return record, parse_tensors(weights, place(WEIGHTS))
         except FileError as error:
             problems.append(error)
     raise problems[0]

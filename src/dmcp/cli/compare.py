@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.cli import prune, session
-from dmcp.cli.config import Request, RunConfig, argument
+from dmcp.cli.config import Request, RunConfig
 from dmcp.cli.session import Job, place_of
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS, title
 from dmcp.compare.table import COMMANDS, PAGE, write_table
 from dmcp.errors import DmcpError, StoppedError
 from dmcp.exporting import blaming
+from dmcp.models import argument
 from dmcp.runs import Run, slug
 from dmcp.runtime.io import Lock
 from dmcp.units import table

@@ -5,7 +5,6 @@ Imports no torch, so that help, completion and typing mistakes are answered at o
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import difflib
 import inspect
@@ -284,18 +283,6 @@ def _resumed(request: Request) -> RunConfig:
         words = ", ".join(map(_word, changed))
         raise DmcpError(f"{folder} goes on with the settings it began with: leave {words} out.")
     return _apply(config, renewed)
-
-
-def argument(text: str) -> tuple[str, Any]:
-    """One k=v of --model-args; the value is a number, bool, None, tuple or list where it reads as one, else text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
-    if value.lower() in ("true", "false"):
-        return name, value.lower() == "true"
-    with contextlib.suppress(ValueError, SyntaxError):
-        return name, ast.literal_eval(value)
-    return name, value
 
 
 def read_bound(option: str, texts: Iterable[str]) -> Bound:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from dmcp import __version__, models, progress
 from dmcp.batches import FewBatches, Loader, device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.checkpoint import digest
-from dmcp.cli.config import GIVEN, Request, RunConfig, argument, settle
+from dmcp.cli.config import GIVEN, Request, RunConfig, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
 from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, preprocessing, split, usual_size
@@ -162,23 +161,10 @@ def place_of(config: RunConfig) -> torch.device:
 
 def build(config: RunConfig, classes: int | None) -> nn.Module:
     """The network with fresh weights that depend on the seed only; the number of classes is the data's."""
-    arguments = dict(map(argument, config.model_args))
-    if classes is not None and _takes_classes(config.model):
-        arguments = {"num_classes": classes} | arguments
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = models.build(config.model, **arguments)
+    model = models.rebuild(config.model, config.model_args, classes, config.seed)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise DmcpError(f"{config.model}: built on the meta device, where tensors have no values: build it on the CPU.")
     return model
-
-
-def _takes_classes(name: str) -> bool:
-    """Every library's builder does; a user's own where its signature says so."""
-    library, colon, _ = name.partition(":")
-    if not colon or library == "timm" or library in models.NETS:
-        return True
-    return "num_classes" in inspect.signature(models.find(name)).parameters
 
 
 def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
