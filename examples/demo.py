@@ -18,7 +18,7 @@ from dmcp.runs import free_folder, read_run
 
 PRUNE = (
     "prune --model digits:resnet --model-args width=48 --data digits --budget 50% --align 16 --baselines --device cpu "
-    "--batch 64 --search-epochs 8 --epochs 16"
+    "--batch 64 --search-epochs 8 --epochs 12"
 )
 
 
