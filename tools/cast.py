@@ -2,7 +2,7 @@
 
     python tools/cast.py docs/prune.svg -- dmcp prune --model digits:resnet --data digits --budget 50%
 
-It needs pyte. Pauses are shortened: a frame is shown for half a second at most, the last one for six. Where nothing
+It needs pyte. Pauses are shortened: a frame is shown for a quarter of a second at most, the last one for six. Where nothing
 moves (a reader who wants that, a viewer without animations), the last frame is shown.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import pyte
 
 COLUMNS, LINES, FRAMES = 80, 30, 60
-LONGEST, LAST = 0.5, 6.0  # seconds of a frame
+LONGEST, LAST = 0.25, 6.0  # seconds of a frame
 WIDTH, HEIGHT, MARGIN, BAR = 8.4, 19, 16, 34  # of a character, around the text, above it; in pixels
 NAMES = ("default", "white", "black", "red", "green", "brown", "blue", "magenta", "cyan")
 VALUES = ("#d8dee9", "#d8dee9", "#7f848e", "#e06c75", "#98c379", "#e5c07b", "#61afef", "#c678dd", "#56b6c2")
@@ -95,7 +95,7 @@ def draw(frames: list[tuple[float, list[Line]]]) -> str:
             steps = f"0%{{visibility:{'hidden' if first else 'visible'}}}{left:.2f}%{{visibility:visible}}"
             steps += "" if place == len(kept) else f"{right:.2f}%,to{{visibility:hidden}}"
             name = f"f{first}-{place}"
-            move = f"animation:{name} {total:.1f}s step-end infinite"
+            move = f"animation:{name} {total:.1f}s step-end {LAST / 2 - total:.1f}s infinite"  # begins with the result
             styles[first, place] = f"@keyframes {name}{{{steps}}}.{name}{{visibility:{seen};{move}}}"
             down = BAR + HEIGHT * (row + 0.8)
             spans = "".join(_span(*piece) for piece in line)

@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def outside(text: str) -> str:
     """The text without links to what is not on the site, but with their words."""
     text = re.sub(r"\]\((\.\./)?experiments/REPORT\.md\)", "](results.md)", text)
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./|src/|examples/|experiments/|tests/|zoo/)[^)]*\)", r"\1", text)
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./|src/|examples/|experiments/|tests/|zoo/|[A-Z]+\.)[^)]*\)", r"\1", text)
 
 
 def reference() -> str:
