@@ -28,10 +28,11 @@ def of_method(name: str, method: str, own: bool = False) -> Points:
     return [(it["mean_share"], it["accuracies"]) for it in rows if (it["method"], it["own"]) == (method, own)]
 
 
-def of_summary(name: str, network: str, macs: int) -> Points:
-    """A point of the summary.json that `dmcp prune --seeds` writes; macs: of the unpruned network."""
-    networks = json.loads((HERE / "results" / f"{name}.json").read_text())["networks"]
-    return [(fmean(it["macs"]) / macs, it["accuracy"]) for it in networks if it["name"] == network]
+def of_summary(name: str, *networks: str) -> Points:
+    """Points of a summary.json, which `dmcp prune --seeds` writes, or `dmcp.cli.prune.summarize` of run folders."""
+    found = {it["name"]: it for it in json.loads((HERE / "results" / f"{name}.json").read_text())["networks"]}
+    whole = json.loads((HERE / "results" / "main.json").read_text())["macs"]
+    return [(fmean(found[it]["macs"]) / whole, found[it]["accuracy"]) for it in networks]
 
 
 UNPRUNED = of_method("main", "unpruned")
