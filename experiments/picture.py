@@ -28,9 +28,12 @@ def of_method(name: str, method: str, own: bool = False) -> Points:
     return [(it["mean_share"], it["accuracies"]) for it in rows if (it["method"], it["own"]) == (method, own)]
 
 
-def of_summary(name: str, *networks: str) -> Points:
-    """Points of a summary.json, which `dmcp prune --seeds` writes, or `dmcp.cli.prune.summarize` of run folders."""
-    found = {it["name"]: it for it in json.loads((HERE / "results" / f"{name}.json").read_text())["networks"]}
+def of_summary(file: str, *networks: str) -> Points:
+    """Points of a summary of seeds, as `dmcp prune --seeds` writes it, or `dmcp.cli.prune.summarize` of run folders.
+
+    file: in results/; one line of .jsonl, since every .json there is a table of REPORT.md.
+    """
+    found = {it["name"]: it for it in json.loads((HERE / "results" / file).read_text())["networks"]}
     whole = json.loads((HERE / "results" / "main.json").read_text())["macs"]
     return [(fmean(found[it]["macs"]) / whole, found[it]["accuracy"]) for it in networks]
 
