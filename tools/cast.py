@@ -2,8 +2,8 @@
 
     python tools/cast.py docs/prune.svg -- dmcp prune --model digits:resnet --data digits --budget 50%
 
-It needs pyte. Pauses are shortened: a frame is shown for a quarter of a second at most, the last one for six. Where nothing
-moves (a reader who wants that, a viewer without animations), the last frame is shown.
+It needs pyte. Pauses are shortened: a frame is shown for a quarter of a second at most, the last one for six. Where
+nothing moves (a reader who wants that, a viewer without animations), the last frame is shown.
 """
 
 from __future__ import annotations
