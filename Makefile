@@ -13,7 +13,7 @@ setup: .venv/.done
 	$(RUN) -m pip install -e ".[dev]"
 	touch .venv/.done
 
-demo: setup  ## dmcp prune on handwritten digits
+demo: setup  ## prune, export and report on handwritten digits
 	$(RUN) examples/demo.py
 
 test: setup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 import shlex
 import warnings
 from collections.abc import Iterator
@@ -104,6 +105,16 @@ def test_links_lead_somewhere() -> None:
             titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert not anchor or anchor in anchors, (name, file, anchor)
+
+
+def test_the_numbers_and_the_picture_of_the_readme_are_recorded() -> None:
+    recorded = (ROOT / "experiments" / "REPORT.md").read_text() + "".join(
+        PAGES[it] for it in PAGES if it != "README.md"
+    )
+    assert [it for it in re.findall(r"\b\d+\.\d\d\b", PAGES["README.md"]) if it not in recorded] == []
+    picture = runpy.run_path(str(ROOT / "experiments" / "picture.py"))
+    for theme in picture["THEMES"]:
+        assert (ROOT / "docs" / f"accuracy-{theme}.svg").read_text() == picture["draw"](theme)
 
 
 def lines_of_commands() -> list[tuple[str, str]]:

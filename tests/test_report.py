@@ -102,7 +102,7 @@ def test_what_the_page_says(tmp_path: Path) -> None:
     (damaged / "widths.json").write_text("{")
     page = Page(make_page([read_run(folder) for folder in (done, half, damaged)]))
     assert len(page.all("svg")) == 1 + 4 + 2
-    says = ["48 %", "85.00 %", "MACs: at most 500", "−5.00 points against unpruned", "finetune", "versions.torch"]
+    says = ["48 %", "85.00 %", "MACs: at most 500", "Half the MACs, −5.00 points", "finetune", "versions.torch"]
     says += ["dmcp prune --data 'my data'", "step 17, in epoch 2 of 4", "dmcp prune --resume", "read: widths.json"]
     assert not [words for words in says if words not in page.text]
 
@@ -122,6 +122,7 @@ def test_nothing_from_a_folder_becomes_part_of_the_page(tmp_path: Path) -> None:
     widths = json.loads((folder / "widths.json").read_text())
     widths["widths"] = {EVIL: 3, "conv2": 1}
     (folder / "widths.json").write_text(json.dumps(widths))
+    (folder / "export.json").write_text(json.dumps({"ms": 0.5, "unpruned_ms": 1, "runtime": EVIL}))
     run = read_run(folder)
     text = make_page([run, run])
     page = Page(text)

@@ -45,6 +45,7 @@ CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is d
 SEARCH, ALPHAS = "search.json", "search.safetensors"
 REPLACED = "replaced.json"  # unreadable image files that others were taken for
 OUTCOME = "outcome.json"  # how a limit of latency ended
+EXPORTED = "export.json"  # milliseconds of an exported file and of the unpruned network's
 PREPARED = "prepared.safetensors"  # a network that other runs start from
 _MAX_LOG, _MAX_ALPHAS = 2**30, 2**26  # bytes that are read
 _LIST_TAIL = 1000  # lines of a log that a list of runs needs
@@ -328,6 +329,7 @@ class PastRun:
     expected: Mapping[str, float] = field(default_factory=dict)  # width of each space at the end of the search
     widths: Mapping[str, int] = field(default_factory=dict)
     latency: Outcome | None = None
+    exported: tuple[float, float, str] | None = None  # ms of the unpruned network, of the result, and what was timed
     running: bool = False
     problems: tuple[str, ...] = ()  # what could not be read
 
@@ -413,6 +415,9 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
             found["widths"] = dict(Widths.from_json(read_json(path)))
         if (path := folder / OUTCOME).is_file():
             found["latency"] = from_plain(Outcome, read_json(path))
+        if (path := folder / EXPORTED).is_file():
+            it = read_json(path)
+            found["exported"] = float(it["unpruned_ms"]), float(it["ms"]), f"a sample in {it['runtime']}"
         if (path := folder / SEARCH).is_file():
             found |= _read_chains(folder, read_json(path))
     except Exception as error:  # a file may hold anything; its name alone, since the page may be shown to others

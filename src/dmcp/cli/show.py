@@ -29,7 +29,7 @@ from dmcp.latency import measure_latency
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import compare, results_table, score
-from dmcp.runs import INPUT, SEARCH, Run, list_runs, load_search, read_json, read_runs
+from dmcp.runs import EXPORTED, INPUT, SEARCH, Run, list_runs, load_search, read_json, read_runs
 from dmcp.runtime.io import plain
 from dmcp.searching.config import extremes
 from dmcp.settings import LatencyConfig
@@ -260,6 +260,9 @@ def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None
         }
         for name in ("int8", "float32") if int8 else ():
             measured[name]["accuracy"] = _accuracy(small, files[name], test)
+    if out.parent == run and "unpruned" in measured:
+        times = {"ms": measured[next(iter(files))]["ms"], "unpruned_ms": measured["unpruned"]["ms"]}
+        Run(run).write(EXPORTED, {"runtime": made.runtime} | times)
     if as_json:
         facts = {"file": str(out), "runtime": made.runtime, "difference": made.difference}
         print_json(result_facts(run, graph, widths) | facts | {"preprocessing": how, "files": measured})

@@ -27,6 +27,7 @@ KINDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "tim
 INK = "#24292f"  # of text and axes; a page has its own
 # differ for colour-blind readers (Okabe and Ito), and can be seen on white and on black
 COLORS = BLUE, RED, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#B86B98", "#808080"
+_OWN = {"dmcp": BLUE, "uniform": RED, "unpruned": GREY}  # in every chart
 _ROWS = 40  # spaces below each other before the next column starts
 _NAME = 34  # characters of a space's name; the end of a longer one says more than its start
 _POINTS = 200  # of a curve; more steps than that are averaged
@@ -36,7 +37,9 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.alpha": 0.3,
     "legend.frameon": False,
-    "legend.fontsize": 8,
+    **dict.fromkeys(("axes.titlesize", "figure.titlesize"), 11),
+    **dict.fromkeys(("axes.titleweight", "figure.titleweight"), "bold"),
+    "legend.fontsize": 9,
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a name may have a $
 }
@@ -67,6 +70,8 @@ def to_svg(figure: Figure, salt: str, transparent: bool = True) -> str:
         warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script
         figure.savefig(file, format="svg", transparent=transparent)
     text = file.getvalue().replace(INK, "currentColor")
+    for number, color in enumerate(COLORS if transparent else ()):  # a page has lighter ones for the dark
+        text = text.replace(color.lower(), f"var(--c{number}, {color})")
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)  # nothing refers to these
 
@@ -91,7 +96,7 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
 def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None) -> Figure:
     """Expected cost over target of each limit, and the band that the loss wants."""
     moved = [(record.step, record.ratios) for record in log if record.ratios is not None]
-    figure, (axes,) = _panels(7.0, 3.6)
+    figure, (axes,) = _panels(5.6, 3.3)
     if tolerance:
         axes.axhspan(tolerance, 1, color=GREEN, alpha=0.25, lw=0, label=f"allowed, {tolerance:.0%} to 100%")
     if moved and moved[0][0]:
@@ -108,7 +113,7 @@ def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance:
 @_style()
 def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
     """The loss of each network over the steps."""
-    figure, (axes,) = _panels(7.0, 3.6)
+    figure, (axes,) = _panels(5.6, 3.3)
     for number, (name, values) in enumerate(curves.items()):
         _curve(axes, list(values), list(values.values()), name, number)
     axes.set(title=title, xlabel="step", ylabel="loss")
@@ -119,7 +124,8 @@ def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
 def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], name: str, number: int) -> None:
     parts = max(min(len(steps), _POINTS), 1)
     means = [[part.mean() for part in np.array_split(np.array(it, float), parts)] for it in (steps, values)]
-    axes.plot(*means, color=COLORS[number % len(COLORS)], lw=1.5, marker="o" if parts == 1 else None, label=name)
+    color = _OWN.get(name, COLORS[number % len(COLORS)])
+    axes.plot(*means, color=color, lw=1.5, marker="o" if parts == 1 else None, label=name)
 
 
 @_style()
@@ -127,7 +133,7 @@ def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: 
     """Channels of each space: (name, before, kept, expected by the chain)."""
     columns = -(-len(rows) // _ROWS)
     count = -(-len(rows) // columns)
-    figure, panels = _panels(max(5.5 * columns, 6.5), 1.5 + 0.24 * count, columns)
+    figure, panels = _panels(5.6 * columns, 1.5 + 0.24 * count, columns)
     for column, axes in enumerate(panels):
         axes.grid(visible=False)
         part = rows[column * count : (column + 1) * count]
@@ -151,18 +157,14 @@ def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: 
 @_style()
 def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> Figure:
     """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy, standard error)."""
-    figure, (axes,) = _panels(7.0, 4.0)
+    figure, (axes,) = _panels(5.6, 3.6)
     for number, kind in enumerate(dict.fromkeys(point[0] for point in points)):
-        color, shape = COLORS[number % len(COLORS)], "osD^v"[number % 5]
+        color, shape, size = _OWN.get(kind, COLORS[number % len(COLORS)]), "osD^v"[number % 5], 6 + 2 * number
         _, texts, macs, accuracies, errors = zip(*(point for point in points if point[0] == kind), strict=True)
-        axes.errorbar(macs, accuracies, errors, fmt=shape, color=color, ms=6, capsize=3, lw=1, alpha=0.8, label=kind)
+        axes.errorbar(macs, accuracies, errors, fmt=shape, color=color, ms=size, zorder=9 - number, label=kind)
         for text, x, y in zip(texts, macs, accuracies, strict=True):
             axes.annotate(text, (x, y), (6, 4), textcoords="offset points", fontsize=8)
-    axes.set(
-        title="Accuracy over MACs of each network",
-        xlabel="MACs of one sample",
-        ylabel="test accuracy (bar: standard error)",
-    )
+    axes.set(title="Accuracy over MACs", xlabel="MACs of one sample", ylabel="test accuracy (bar: standard error)")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: amount("macs", value))
     _in_percent(axes.yaxis)
@@ -192,9 +194,7 @@ def _with_legend(figure: Figure) -> Figure:
 
 
 def _in_percent(axis: Any) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axis.set_major_formatter(PercentFormatter(1.0))
+    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
 
 
 def _short(name: str) -> str:

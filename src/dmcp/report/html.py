@@ -31,7 +31,7 @@ def make_page(runs: Sequence[PastRun]) -> str:
             points.append((row.name, text, row.macs, row.accuracy, error_of(row) or 0.0))
     points.sort(key=lambda point: point[0] != DMCP)
     return _template().render(
-        title=f"Report of {len(runs)} runs" if several else f"{runs[0].name}: report",
+        title=f"{len(runs)} runs" if several else runs[0].name,
         score_name=" or ".join(sorted({score_name([run.result]) for run in runs if run.result}) or ["accuracy"]),
         overview=figures.to_svg(figures.accuracy_over_cost(points), "overview") if points else "",
         several_sets=len({run.setting("data") for run in runs}) > 1,
@@ -78,6 +78,7 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
     timed = 5 if run.rows and all(it.batch for it in run.rows) else 4  # columns
     return run.describe() | {
         "number": number,
+        "summary": summary(run),
         "done": run.done,
         "score": _score(row) if row else "",
         "macs": f"{row.macs:,}" if row else "",
@@ -90,10 +91,7 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
             (it.name, f"{it.macs:,}", f"{it.params:,}", _score(it), f"{it.ms:.2f}")[:timed] for it in run.rows
         ],
         "charts": [figures.to_svg(chart, f"{number}-{place}") for place, chart in enumerate(_charts(run))],
-        "widths": [
-            (name, full.get(name, ""), f"{run.expected[name]:.1f}" if name in run.expected else "", kept)
-            for name, kept in run.widths.items()
-        ],
+        "widths": [(it, full.get(it, ""), run.expected.get(it, ""), kept) for it, kept in run.widths.items()],
         "settings": list(_settings(run)),
         "typed": shlex.join(["dmcp", *map(str, words[1:])]) if isinstance(words, list) else "",
         "path": shlex.quote(plain(str(run.folder))),
@@ -106,30 +104,33 @@ def _score(row: Row) -> str:
     return score(row, " %") if error is None else f"{score(row, '')} ± {100 * error:.2f} %"
 
 
+def summary(run: PastRun) -> str:
+    """Half the MACs, 1.86 × as fast, −0.26 ± 0.94 points against unpruned; empty if nothing was tested."""
+    tiles, share = [*_tiles(run)] if run.result else [], run.share("macs") or 0.0
+    parts = ["Half the MACs" if 0.475 <= share < 0.505 else f"{percent(share)} of the MACs"] if share else []
+    parts += [f"{value} as fast" for title, value, _ in tiles if title == "Speed"]
+    return ", ".join(parts + [note.partition(", ")[0] or f"{title} {value}" for title, value, note in tiles[:1]])
+
+
 def _tiles(run: PastRun) -> Iterator[tuple[str, str, str]]:
     """The figures that matter most: title, value, note."""
     if row := run.result:
         gaps = ", ".join(against(row, other) for other in run.rows if other is not row)
         yield f"{score_name([row])}, {row.name}", _score(row), gaps.replace("-", "\N{MINUS SIGN}")
-        times = {it.name: it.ms for it in run.rows if it.batch and it.ms}
-        name = UNPRUNED if UNPRUNED in times else ORIGINAL
-        if {row.name, name} <= times.keys() and row.name != name:
-            note = f"{row.ms:.2f} ms for {row.batch} samples, {name} {times[name]:.2f} ms"
-            yield "Speed", f"{times[name] / row.ms:.2f} ×", note
+        times = {it.name: it.ms for it in run.rows if it.batch and it is not row}
+        in_torch = times.get(UNPRUNED) or times.get(ORIGINAL), row.ms, f"for {row.batch} samples in torch"
+        before, ms, what = run.exported or in_torch
+        if before and ms:
+            yield "Speed", f"{before / ms:.2f} ×", f"{ms:.3g} ms {what}, before {before:.3g} ms"
         weights = run.folder / WEIGHTS
         size = f", {show_bytes(weights.stat().st_size)} on disk" if weights.is_file() else ""
-        for kind, title, more in (("macs", "MACs kept", ""), ("params", "Size, parameters kept", size)):
+        for kind, title, more in (("macs", "MACs kept", ""), ("params", "Parameters kept", size)):
             full, count = run.unpruned(kind), f"{getattr(row, kind):,}"
             note = f"{count} of {full:,}{more}" if full else f"the unpruned network was not counted{more}"
             yield title, percent(getattr(row, kind) / full) if full else count, note
     if budget := run.setting("search", "budget"):
-        limits = (
-            f"{figures.KINDS.get(it, it)}: at most {figures.amount(it, most)}" for it, most in run.targets.items()
-        )
-        yield "Budget", budget.replace(",", ", "), ", ".join(limits)
-    if run.result and (retrain := run.setting("retrain")):
-        teacher = run.setting("teacher")
-        yield "Final training", retrain, f"teacher: {teacher}" if teacher else ""
+        limits = [(figures.KINDS.get(it, it), figures.amount(it, most)) for it, most in run.targets.items()]
+        yield "Budget", budget.replace(",", ", "), ", ".join(f"{name}: at most {most}" for name, most in limits)
 
 
 def _settings(run: PastRun) -> Iterator[tuple[str, str]]:
