@@ -86,7 +86,7 @@ class ResolvedEngine(Engine):
         return autocast(self.device, self.precision)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled if that was chosen: once for each shape, and no kernel in two versions to be timed."""
+        """The function, compiled if that was chosen: once for each shape, and each pointwise kernel in one version."""
         return torch.compile(function, dynamic=False, options=_COMPILING) if self.compile else function
 
     def repeated(self, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
@@ -26,6 +27,7 @@ from dmcp.training import parameter_groups
 Forward = Callable[[Any, Tensor], Any]  # a supernet on an input with gates
 Subnet = Tensor | Callable[[Any, Tensor | None], Any]  # its gates, or what runs it on an input and the stem's output
 Head = Callable[[Any], Tensor]  # the stem, which runs once for all sub-networks of a batch
+_lean = functorch.patch(ban_recompute_materialized_backward=False)  # compiled, it keeps less meanwhile
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Steps:
         full = engine.compiled(lambda x, folded: run_folded(net.model, x, folded))
         fold, fold_soft = (engine.compiled(net.fold) for _ in range(2))
         stem = find_stem(net) if net.graph.exact else None
-        head, tail = (engine.compiled(stem.head), engine.compiled(stem.tail)) if stem else (None, None)
+        head, tail = (_lean(engine.compiled(stem.head)), engine.compiled(stem.tail)) if stem else (None, None)
         gated = net.hard(setup.chains.sizes[:, 0])
         self.narrow: Narrow | None = None
         if net.graph.exact and not any(recording.caches for recording in net.graph.recordings):
@@ -243,8 +245,7 @@ class Steps:
         def stage1(batches: list[Any], gates: Tensor) -> Tensor:
             return weight_step(setup, batches, self.weights, *sandwich(batches, gates))
 
-        def stage2(batches: list[Any]) -> ArchRecord:
-            return arch_step(setup, batches, self.alphas, lambda x, gates: full(x, fold_soft(gates)))
+        stage2 = partial(arch_step, setup, optimizer=self.alphas, forward=lambda x, it: full(x, fold_soft(it)))
 
         self.sandwich = sandwich
         self.stage1, self.stage2 = engine.repeated(stage1), engine.repeated(stage2)
@@ -266,8 +267,7 @@ class Steps:
         return dict(self.narrow.skeleton.named_buffers()) if self.narrow else {}
 
     def _sample(self, sampling: Sampling, generator: torch.Generator) -> Tensor:
-        net, chains, count = self.setup.net, self.setup.chains, self.setup.config.subnets
-        gates = sample_gates(net, chains, sampling, count, generator)
+        gates = sample_gates(self.setup.net, self.setup.chains, sampling, self.setup.config.subnets, generator)
         return torch.stack(gates) if gates else self.largest[None][:0]
 
     def move_alphas(self, batches: list[Any], lr: float, growth: float = 1.0) -> ArchRecord:
