@@ -92,20 +92,13 @@ def test_what_a_gpu_gets(asked: dict[str, Any], facts: dict[str, Any], chosen: s
         assert "kernels" not in found()
 
 
-def some_depthwise(size: int, convs: int) -> nn.Module:
-    first = nn.Conv2d(8, 8, size, padding=size // 2, groups=8)
-    return nn.Sequential(first, *(nn.Conv2d(8, 128, 1) for _ in range(convs - 1)))
-
-
 @pytest.mark.parametrize(
     ("make", "suited"),
     [
         (functools.partial(build, "cifar:resnet20"), True),
         (functools.partial(build, "resnet18"), False),
         (functools.partial(nn.Linear, 2, 2), False),
-        (functools.partial(some_depthwise, 3, 6), True),
-        (functools.partial(some_depthwise, 7, 6), False),
-        (functools.partial(some_depthwise, 3, 7), False),
+        (functools.partial(build, "cifar:mobilenet_v2"), False),
     ],
 )
 def test_which_networks_get_kernels(make: Callable[[], nn.Module], suited: bool) -> None:

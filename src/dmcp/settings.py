@@ -343,7 +343,7 @@ class Engine:
     channels_last: bool | None = setting(None, "Channels-last memory format: on GPUs.")
     compile: bool | None = setting(None, "torch.compile: on GPUs, in runs that are long enough to pay for it.")
     graphs: bool | None = setting(None, "CUDA graphs: on one GPU, with the default losses and optimizer.")
-    kernels: bool | None = setting(None, "Own kernels for few channels and depthwise layers: in bfloat16, on one GPU.")
+    kernels: bool | None = setting(None, "Own kernels for layers of few channels: in bfloat16, on one GPU.")
     pad: bool | None = setting(None, "Train pruned networks padded to multiples of 8 channels: in bfloat16 on GPUs.")
     tf32: bool = setting(True, "float32 products on a GPU may round their factors to 10 bits.")
     deterministic: bool = setting(False, "The same bits in every run, also on a GPU; slower.")

@@ -22,7 +22,6 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # param
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
-_DEPTHWISE = ((3, 3), (5, 5))  # sizes of depthwise ones that they take, of any number of channels
 _NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _COMPILING: dict[str, Any] = {"triton.autotune_pointwise": False}
@@ -132,15 +131,10 @@ def _sync_batchnorm(model: nn.Module, undo: contextlib.ExitStack) -> None:
 
 
 def suits_kernels(model: nn.Module) -> bool:
-    """Whether a model gets our kernels by default.
-
-    Most convolutions have few channels; or at least every sixth one is depthwise, of a size that the kernels take, and
-    the first one keeps the size of the images: a MobileNet for small images. Those for large ones are compiled instead.
-    """
+    """Whether a model gets our kernels by default: most convolutions have few channels. Others are compiled instead."""
     convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
     few = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
-    alone = [it for it in convs if 1 < it.groups == it.in_channels == it.out_channels and it.kernel_size in _DEPTHWISE]
-    return 2 * len(few) > len(convs) or (bool(alone) and convs[0].stride == (1, 1) and 6 * len(alone) >= len(convs))
+    return 2 * len(few) > len(convs)
 
 
 @functools.cache

@@ -1,8 +1,7 @@
-"""Triton kernels for convolutions of few channels, depthwise convolutions and BatchNorm; used inside `OwnKernels`.
+"""Triton kernels for convolutions of few channels and BatchNorm; used inside `OwnKernels`.
 
-Torch's kernels are made for wide layers: at 16 channels they compute mostly padding, its depthwise convolutions take
-longer than their memory traffic needs, and its BatchNorm reads the images more often than it must. These need a GPU
-that computes in bfloat16.
+Torch's kernels are made for wide layers: at 16 channels they compute mostly padding, and its BatchNorm reads the images
+more often than it must. These need a GPU that computes in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dmcp.runtime.kernels import convolution, depthwise
+from dmcp.runtime.kernels import convolution
 from dmcp.runtime.kernels.convolution import INTERPRET, nhwc
 from dmcp.runtime.kernels.norm import MOST_CHANNELS as MOST_IN_NORM
 from dmcp.runtime.kernels.norm import batch_norm
@@ -50,9 +49,6 @@ class _Conv2d(torch.autograd.Function):
         ctx.shape, ctx.stride = x.shape, stride
         with torch.cuda.device_of(x):
             images = nhwc(x)
-            if _is_depthwise(x, w):
-                ctx.save_for_backward(images, w, None)
-                return depthwise.convolve(images, w, bias, stride)
             matrix, flipped = convolution.matrices(w)
             ctx.save_for_backward(images, w, flipped)
             return convolution.convolve(images, matrix, w.shape[0], w, bias, stride)
@@ -61,33 +57,25 @@ class _Conv2d(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         images, w, flipped = ctx.saved_tensors
-        own, matrix = (depthwise, ()) if flipped is None else (convolution, (flipped,))
         dx = dw = db = None
         with torch.cuda.device_of(dy):
             rows = nhwc(dy.bfloat16())
             if ctx.needs_input_grad[0]:
-                dx = own.input_gradient(rows, w, ctx.shape, ctx.stride, *matrix)
+                dx = convolution.input_gradient(rows, w, ctx.shape, ctx.stride, flipped)
             if ctx.needs_input_grad[1]:
-                dw = own.weight_gradient(images, rows, w, ctx.stride)
+                dw = convolution.weight_gradient(images, rows, w, ctx.stride)
             if ctx.needs_input_grad[2]:
                 db = rows.sum(dim=(0, 1, 2), dtype=torch.float32)
         return dx, dw, db, None
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-    """Convolution padded by half the filter, of stride 1 or 2: 1x1 or 3x3, or depthwise, 3x3 or 5x5.
-
-    The images are bfloat16; weight and bias are float32.
-    """
+    """Convolution padded by half the filter, 1x1 or 3x3, of stride 1 or 2: images in bfloat16, weight in float32."""
     out: Tensor = _Conv2d.apply(x, weight, bias, stride)
     return out
 
 
 # which arguments fit; all others go to torch, which also says what is wrong with them
-
-
-def _is_depthwise(x: Tensor, weight: Tensor) -> bool:
-    return 1 < weight.shape[0] == x.shape[1] > weight.shape[1] == 1
 
 
 def _within_reach(x: Any) -> bool:
@@ -121,10 +109,7 @@ def _conv_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, g
     if not _within_reach(input) or not _in_bfloat16(input) or weight.dtype is not torch.float32 or weight.ndim != 4:
         return None
     c, (c_out, c_in, k, width) = input.shape[1], weight.shape
-    if _is_depthwise(input, weight) and groups == c:
-        known = k in depthwise.SIZES
-    else:
-        known = k in (1, 3) and groups == 1 and c_in == c and max(c_in, c_out) <= convolution.MOST_CHANNELS
+    known = k in (1, 3) and groups == 1 and c_in == c and max(c_in, c_out) <= convolution.MOST_CHANNELS
     step, padded = _single(stride), k == width and _single(padding) == k // 2 and _single(dilation) == 1
     small = input.numel() // c * c_out < _MOST_ELEMENTS  # the output
     fits = weight.device == input.device and _fits(bias, c_out, input.device)
@@ -156,11 +141,10 @@ def _raw_norm_arguments(input, weight, bias, running_mean, running_var, training
 
 def try_out(device: torch.device) -> None:
     """Compare the largest kernels with torch's; RuntimeError where they differ."""
-    # channels out and in, stride; 1 in: depthwise, none in: only a BatchNorm
-    shapes = ((8, 64, 1), (8, 64, 2), (8, 3, 1), (200, 0, 1), (32, 1, 1), (32, 1, 2))
+    shapes = ((8, 64, 1), (8, 64, 2), (8, 3, 1), (200, 0, 1))  # channels out and in, stride; none in: only a BatchNorm
     with torch.inference_mode(False), torch.enable_grad():
         for c_out, c_in, stride in shapes:
-            c = c_in if c_in > 1 else c_out
+            c = c_in or c_out
             wave = torch.linspace(-20, 20, 50 * c, device=device).sin()
             line = torch.linspace(1, -1, 9 * c_out * c_in, device=device)
             given = [wave.reshape(2, c, 5, 5).bfloat16().requires_grad_()]
@@ -168,7 +152,7 @@ def try_out(device: torch.device) -> None:
             ours, torchs = given[0], given[0]
             if c_in:
                 ours = conv2d(given[0], given[1], None, stride)
-                torchs = F.conv2d(given[0], given[1].bfloat16(), None, stride, 1, 1, c // c_in)
+                torchs = F.conv2d(given[0], given[1].bfloat16(), None, stride, 1)
             ours = batch_norm(ours, None, None, None, None, 0.1, 1e-5)
             torchs = F.batch_norm(torchs.float(), None, None, training=True)
             for found, wanted in zip(*(_with_gradients(it, given) for it in (ours, torchs)), strict=True):
