@@ -214,8 +214,7 @@ def searched(toy: Any, chosen: Engine, counter: CompileCounterWithBackend | None
 def counter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """torch.compile without kernels, and how often it compiled."""
     found = CompileCounterWithBackend("aot_eager")
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda it, options, **how: real(it, backend=found, **how))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=found))
     torch._dynamo.reset()
     yield found
     torch._dynamo.reset()

@@ -34,7 +34,8 @@ class Repeated:
 
     def __call__(self, *inputs: Any) -> Any:
         leaves, spec = tree_flatten(inputs)
-        if self.refused or (key := _key(leaves, spec)) is None:
+        key = _key(leaves, spec)
+        if self.refused or key is None:
             return self.step(*inputs)
         if key in self.graphs:
             return self.graphs[key].replay(leaves)
@@ -59,10 +60,7 @@ class Repeated:
         return out
 
     def _capture(self, leaves: Sequence[Any], spec: Any) -> _Graph:
-        static = [
-            _inputs.setdefault((place, _facts(leaf)), leaf.clone()) if isinstance(leaf, Tensor) else leaf
-            for place, leaf in enumerate(leaves)
-        ]
+        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         global _pool
         if not _alive:  # the memory of a pool goes with the last graph in it
             _pool = torch.cuda.graph_pool_handle()
@@ -95,7 +93,6 @@ class _Graph:
 
 
 _pool: Any = None  # memory that all graphs share: only one of them runs at a time
-_inputs: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()  # likewise; replays fill them
 _alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
 _failed: list[Any] = []  # kept alive: torch's allocator of pinned memory may still ask for their capture
 
@@ -139,8 +136,5 @@ def _key(leaves: Sequence[Any], spec: Any) -> Hashable | None:
     """What must be equal for a graph to be replayed; None where a leaf cannot be compared or is not on the GPU."""
     if not all(leaf.is_cuda if isinstance(leaf, Tensor) else isinstance(leaf, Hashable) for leaf in leaves):
         return None
-    return str(spec), *map(_facts, leaves)
-
-
-def _facts(it: Any) -> Hashable:
-    return (it.device, it.shape, it.dtype, it.stride(), it.requires_grad) if isinstance(it, Tensor) else it
+    facts = [(it.shape, it.dtype, it.stride(), it.requires_grad) if isinstance(it, Tensor) else it for it in leaves]
+    return str(spec), *facts

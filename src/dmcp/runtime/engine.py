@@ -24,7 +24,6 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
 _NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
-_COMPILING: dict[str, Any] = {"triton.autotune_pointwise": False}
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
 
@@ -85,8 +84,8 @@ class ResolvedEngine(Engine):
         return autocast(self.device, self.precision)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled if that was chosen: once for each shape, and each pointwise kernel in one version."""
-        return torch.compile(function, dynamic=False, options=_COMPILING) if self.compile else function
+        """The function, compiled if that was chosen; once for each shape that it is given."""
+        return torch.compile(function, dynamic=False) if self.compile else function
 
     def repeated(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A training step, replayed as a CUDA graph if that was chosen."""

@@ -544,7 +544,7 @@ _OTHERS: dict[Rule, str] = {
     batch_norm: "batch_norm instance_norm",
     layer_norm: "layer_norm rms_norm",
     group_norm: "group_norm",
-    pointwise: "hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp where",
+    pointwise: "leaky_relu hardswish relu6 celu selu rrelu square floor_divide masked_fill copy lerp where",
     unknown: "where.default",  # it lists positions
     same: "alpha_dropout feature_alpha_dropout bernoulli.p bernoulli_.float",
     embedding: "embedding",
