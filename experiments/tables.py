@@ -222,8 +222,6 @@ PRUNED = (  # network, data; results, runs or a folder of checkpoints/, variant;
     ("`resnet18`, Tiny-ImageNet", "judge.jsonl", "resnet18-50-test", "dmcp taught", "42.7 → 24.3", "4.8 → 4.5"),
     ("`cifar:resnet20`, CIFAR-10, default", "prune-resnet20.jsonl", "cifar-resnet20-50", "dmcp", "1.05 ×", ""),
     ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 50%", "", ""),
-    ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 30%", "", ""),
-    ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 15%", "", ""),
 )
 
 
