@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -208,9 +209,8 @@ def test_vmap_and_subclasses_go_to_torch() -> None:
     class Mine(Tensor):
         pass
 
-    x = torch.randn(2, 3, 4, 4)
+    x, conv = torch.randn(2, 3, 4, 4), partial(F.conv2d, weight=numbers(4, 3, 3, 3), padding=1)
     with OwnKernels(), torch.autocast("cpu", torch.bfloat16):
-        conv = lambda x: F.conv2d(x, numbers(4, 3, 3, 3), padding=1)  # noqa: E731
         close(torch.func.vmap(lambda it: conv(it[None])[0])(x), conv(x))
         assert type(conv(x.as_subclass(Mine))) is Mine
 
