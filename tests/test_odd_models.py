@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nets import distance
@@ -79,6 +81,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "an object": lambda: Odd(plain, lambda y: SimpleNamespace(logits=y)),
     "an object that holds itself, beside logits": lambda: Odd(plain, lambda y: (y, knot(y))),
     "values of a dict": lambda: Odd(plain, lambda y: {"logits": y}.values()),
+    "slots": lambda: Odd(plain, Slots),
+    "a queue, a key, an array": lambda: Odd(plain, lambda y: (deque([y]), {2 * y: 1}, np.fromiter([3 * y], object))),
+    "functions": lambda: Odd(plain, lambda y: (lambda: y, functools.partial(torch.add, 2 * y), (3 * y).sum)),
     "the last channels": lambda: Odd(lambda self, y: self.third(y)[:, -8:-4].repeat(1, 3, 1, 1)),
     "indices of a pool": lambda: Odd(with_indices),
     "running statistics": lambda: Odd(lambda self, y: self.third(y) + self.norm.running_mean.sum()),
@@ -105,6 +110,15 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     ),
     "a quotient": lambda: Odd(lambda self, y: y / y.abs().sum((2, 3), keepdim=True) + y.sum(1, keepdim=True)),
 }
+
+
+class Slots(dict[str, Any]):
+    """A dict with a tensor beside its values."""
+
+    __slots__ = ("logits",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.logits = y
 
 
 def knot(y: Tensor) -> SimpleNamespace:

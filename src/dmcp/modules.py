@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import io
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -140,25 +142,29 @@ def leaves(nested: Any) -> list[Any]:
     return found
 
 
-def tensors_in(nested: Any, seen: tuple[Any, ...] = ()) -> list[Tensor]:
-    """Every tensor in tuples, lists, mappings and objects, in order; iterators are refused, as reading empties them."""
+def tensors_in(nested: Any, seen: dict[int, Any] | None = None) -> list[Tensor]:
+    """Every tensor that an object holds in any way, in order; iterators are refused, as reading empties them."""
     if isinstance(nested, Tensor):
         return [nested]
     if isinstance(nested, Iterator):
         raise TraceError(f"A {type(nested).__name__} can be read only once: return a list or a tuple of tensors.")
+    seen = {} if seen is None else seen
+    if id(nested) in seen or isinstance(nested, (nn.Module, type, ModuleType, io.IOBase, str, int, float)):
+        return []
+    seen[id(nested)] = nested  # alive, so that no other object gets its id
     if isinstance(nested, Mapping):
         inside = list(nested.values())
     elif isinstance(nested, (list, tuple, Set, ValuesView)):
         inside = list(nested)
-    elif is_dataclass(nested) and not isinstance(nested, type):
-        inside = [getattr(nested, item.name) for item in fields(nested)]
-    elif hasattr(nested, "__dict__") and not isinstance(nested, (nn.Module, type, FunctionType, ModuleType)):
-        inside = list(vars(nested).values())
+    elif isinstance(nested, np.ndarray):
+        inside = list(nested.flat) if nested.dtype == object else []
     else:
-        return []
-    if any(nested is outer for outer in seen):  # an object that holds itself
-        return []
-    return [tensor for item in inside for tensor in tensors_in(item, (*seen, nested))]
+        inside = list(vars(nested).values()) if hasattr(nested, "__dict__") else []
+    if type(nested) not in (list, tuple):  # slots, attributes of a dict, what a function has of its surroundings
+        known, hidden = {id(item) for item in inside}, gc.get_referents(nested)
+        world = [nested.__globals__, getattr(nested, "__builtins__", 0)] if isinstance(nested, FunctionType) else []
+        inside += [item for item in hidden if id(item) not in known and not any(item is it for it in world)]
+    return [tensor for item in inside for tensor in tensors_in(item, seen)]
 
 
 def call_model(model: Callable[..., Any], example: Any) -> Any:

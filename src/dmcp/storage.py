@@ -45,7 +45,10 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
         if shapes.get(dim.tensor, [])[dim.dim : dim.dim + 1] != [dim.size(widths)]:
             wanted = f"dim {dim.dim} of {dim.tensor} must be {dim.size(widths)}"
             raise WidthsError(f"These widths are not those of this network: {wanted}.")
-    weights = safetensors.torch.save(tensors)
+    try:
+        weights = safetensors.torch.save(tensors)
+    except KeyError as error:
+        raise WidthsError(f"A safetensors file holds no {error}: keep such weights as two real tensors.") from error
     # every attribute that could follow a width, changed or not: the unpruned model is not known here
     ints = {path: {key: v for key, v in vars(part).items() if _is_ints(v)} for path, part in small.named_modules()}
     record = {
