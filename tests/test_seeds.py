@@ -112,7 +112,7 @@ def test_a_command_waits_for_what_it_needs(folder: Path) -> None:
 
 
 def test_cores_are_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prune, "usual_workers", lambda: 4)
+    monkeypatch.setattr(prune, "core_count", lambda: 4)
     act(folder, all="slow")
     for device, at_once, most, threads in ((CPU, 8, 4, "1"), (CPU, 2, 2, "2"), (GPU, 5, 5, "1")):
         run(folder, *"01234", device=device, at_once=at_once)

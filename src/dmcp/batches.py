@@ -153,8 +153,8 @@ def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
     return slice(start, start + size + (world.rank < more))
 
 
-def usual_workers() -> int:
-    """Threads that read files: as many as there are cores."""
+def core_count() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -58,7 +58,7 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
         "tensors": shapes,
         "sha256": hashlib.sha256(weights).hexdigest(),
     }
-    text = json.dumps(record | {"digest": _sum(record)}, indent=1)
+    text = json.dumps(record | {"digest": _hash(record)}, indent=1)
     try:
         write_files(folder, {WEIGHTS: weights, WIDTHS: text.encode()})
     except OSError as error:
@@ -142,7 +142,7 @@ def _like(known: Any, value: Any) -> Any:
     return getattr(type(known), "_make", type(known))(value)
 
 
-def _sum(record: Mapping[str, Any]) -> str:
+def _hash(record: Mapping[str, Any]) -> str:
     text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -156,7 +156,7 @@ def _read(place: Callable[[str], Path], most: int) -> tuple[dict[str, Any], dict
     for path in (place(WIDTHS), place(staging_name(WIDTHS))):
         try:
             record = parse_json(read_bytes(path, MOST_JSON), path)
-            if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("digest") != _sum(record):
+            if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("digest") != _hash(record):
                 raise FileError(f"{path}: no result in the format {FORMAT!r}, or changed since it was saved.")
             if record.get("sha256") != hashlib.sha256(weights).hexdigest():
                 raise FileError(f"{place(WEIGHTS)}: not the weights that were saved: truncated or changed since.")

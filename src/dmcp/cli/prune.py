@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dmcp import progress, pruning
-from dmcp.batches import device_of, generator, usual_workers
+from dmcp.batches import core_count, device_of, generator
 from dmcp.budget import Budget, costs, limits_latency, show_cost
 from dmcp.cli import session
 from dmcp.cli.config import GIVEN, Request, RunConfig, make_config
@@ -171,7 +171,7 @@ def run_side_by_side(
     cores. Their stderr is shown line by line; all output is kept in the folder. total: commands in all.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cores = usual_workers()
+    cores = core_count()
     at_once = min(at_once or cores, cores) if device.type == "cpu" else at_once or _ON_A_GPU
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // at_once)), session.CHILD: "1"}
     failed, done, signals = dict[str, str](), set[str](), list[int]()
@@ -375,7 +375,7 @@ def loader_pace(loader: Any, place: torch.device) -> tuple[float, str]:
     """Seconds for a batch of image files, once the loader is under way, and what makes it faster; 0 for arrays."""
     if not hasattr(loader, "workers"):
         return 0.0, ""
-    times, cores = list[float](), usual_workers()
+    times, cores = list[float](), core_count()
     for _ in itertools.islice(loader, 2 * _STEPS):
         wait(place)
         times.append(time.perf_counter())

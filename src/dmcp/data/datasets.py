@@ -18,7 +18,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from dmcp.batches import generator, usual_workers
+from dmcp.batches import core_count, generator
 from dmcp.errors import DataError
 from dmcp.runtime.io import quote
 
@@ -165,7 +165,7 @@ def check_data(
 ) -> dict[str, Any]:
     """What is in a data set, opened with strict=False, in plain data; every file is decoded.
 
-    workers: threads that decode; by default as many as there are cores, at most 8. on_file: called with the files done.
+    workers: threads that decode; by default as many as there are cores. on_file: called with the files done.
     """
     train, test = data.train, data.test
     sizes: list[tuple[int, ...]] = [data.shape[1:]]
@@ -198,7 +198,7 @@ def no_images(dataset: FolderSet) -> list[Broken]:
 def _look_at(paths: Sequence[str], whole: bool, workers: int | None = None) -> Iterator[tuple[int, int] | Broken]:
     """Look at all paths, in order; most of the work is done while Python's lock is released."""
     PIL.Image.init()  # else threads that meet a rare file format at the same time do not all know it
-    with ThreadPool(max(1, usual_workers() if workers is None else workers)) as pool:
+    with ThreadPool(max(1, core_count() if workers is None else workers)) as pool:
         yield from pool.imap(partial(_look, whole=whole), paths, chunksize=16)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmcp.batches import generator, mix, on_device, share_of, usual_workers
+from dmcp.batches import core_count, generator, mix, on_device, share_of
 from dmcp.data import images
 from dmcp.data.datasets import ArraySet, Augmentation, DataSet, FolderSet
 from dmcp.data.images import Array, Store
@@ -97,7 +97,7 @@ def make_loader(
     if isinstance(dataset, ArraySet):
         return ArrayLoader(dataset, batch_size, train, seed, torch.device(device), world)
     place, skip = torch.zeros(0, device=device).device, Corrupt(corrupt) is Corrupt.SKIP
-    return FolderLoader(dataset, batch_size, train, seed, place, world, workers or usual_workers(), skip)
+    return FolderLoader(dataset, batch_size, train, seed, place, world, workers or core_count(), skip)
 
 
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck

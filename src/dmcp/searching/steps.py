@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch
 
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
@@ -27,7 +26,6 @@ from dmcp.training import parameter_groups
 Forward = Callable[[Any, Tensor], Any]  # a supernet on an input with gates
 Subnet = Tensor | Callable[[Any, Tensor | None], Any]  # its gates, or what runs it on an input and the stem's output
 Head = Callable[[Any], Tensor]  # the stem, which runs once for all sub-networks of a batch
-_lean = functorch.patch(ban_recompute_materialized_backward=False)  # compiled, it keeps less meanwhile
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ class Steps:
         full = engine.compiled(lambda x, folded: run_folded(net.model, x, folded))
         fold, fold_soft = (engine.compiled(net.fold) for _ in range(2))
         stem = find_stem(net) if net.graph.exact else None
-        head, tail = (_lean(engine.compiled(stem.head)), engine.compiled(stem.tail)) if stem else (None, None)
+        head, tail = (engine.compiled(stem.head), engine.compiled(stem.tail)) if stem else (None, None)
         gated = net.hard(setup.chains.sizes[:, 0])
         self.narrow: Narrow | None = None
         if net.graph.exact and not any(recording.caches for recording in net.graph.recordings):
