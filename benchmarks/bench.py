@@ -12,7 +12,6 @@ training, where the host runs ahead of the GPU. Compilation and the capture of C
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import copy
 import gc
@@ -38,7 +37,7 @@ from dmcp.data.datasets import DataSets, load
 from dmcp.data.loaders import make_loader
 from dmcp.losses import classification_loss
 from dmcp.markov import sample_groups
-from dmcp.models import build, sample_shape
+from dmcp.models import argument, build, sample_shape
 from dmcp.runtime.engine import ResolvedEngine, best_device, sgd, suits_kernels
 from dmcp.searching.config import SearchRecord
 from dmcp.searching.search import LARGE, reach, uncounted
@@ -314,15 +313,6 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
     return f"{value:,}" if isinstance(value, int) else value
-
-
-def argument(text: str) -> tuple[str, Any]:
-    """width_mult=1.5 as a keyword argument."""
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
