@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import pickle
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,7 @@ from torchvision.transforms import v2
 
 from dmcp.data import datasets
 from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split
-from dmcp.data.images import (
-    crop_here,
-    crop_there,
-    random_boxes,
-    random_numbers,
-    read_jpeg,
-    read_pixels,
-    scale,
-    training_boxes,
-)
+from dmcp.data.images import crop_here, crop_there, random_boxes, random_numbers, read_jpeg, read_pixels, scale
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
 
@@ -248,33 +238,6 @@ def test_training_images_are_what_torchvision_makes_of_them(size: tuple[int, int
         _, _, low, high, _ = boxes.transpose(2, 0, 1)
         quantiles = [np.quantile(it, (0.1, 0.3, 0.5, 0.7, 0.9), axis=0) for it in (known, np.hstack([low, high - low]))]
         np.testing.assert_allclose(*quantiles, atol=0.03 * max(own))
-
-
-@pytest.mark.parametrize(("size", "own"), [((32, 32), (32, 32)), ((64, 64), (64, 91)), ((16, 40), (37, 80))])
-def test_small_images_are_shifted_and_reflected_as_shards_are(size: tuple[int, int], own: tuple[int, int]) -> None:
-    """Whole, or their middle, moved by each number of pixels up to 4, or an eighth of a side; half of them flipped."""
-    image = np.random.randint(0, 256, (*own, 3), dtype=np.uint8)
-    scaled = max(size[0] / own[0], size[1] / own[1])
-    covered = [int(side * scaled) for side in own]
-    whole = np.asarray(Image.fromarray(image).resize(covered[::-1], Image.Resampling.BILINEAR))
-    room, middle = (
-        [min(4, side // 8) for side in size],
-        [round((a - b) / 2) for a, b in zip(covered, size, strict=True)],
-    )
-    wide = np.pad(whole, (*((it, it) for it in room), (0, 0)), "reflect")
-    crops = {}
-    for y, x, flip in itertools.product(range(2 * room[0] + 1), range(2 * room[1] + 1), (1, -1)):
-        crop = wide[middle[0] + y :, middle[1] + x :][: size[0], : size[1]][:, ::flip]
-        crops[crop.tobytes()] = y, x, flip
-    boxes = training_boxes(np.tile(own, (2000, 1)), size, random_numbers(3, np.arange(2000)))
-    made = [crop_here(image, box, size) for box in boxes]
-    seen = Counter(crops[it.tobytes()] for it in made)  # no other ones
-    assert len(seen) == len(crops) and max(seen.values()) < 6 * 2000 / len(crops)
-    flat, none = torch.from_numpy(image.ravel()), np.zeros(99, int)
-    images, _ = crop_there(flat, none, np.tile(own, (99, 1)), boxes[:99], none, size)
-    mean, std = scale("cpu")
-    levels = (images * std + mean).permute(0, 2, 3, 1) - torch.from_numpy(np.stack(made[:99]))
-    assert levels.abs().max() < 1.01
 
 
 def test_jpegs_have_the_pixels_that_pil_sees(tmp_path: Path) -> None:

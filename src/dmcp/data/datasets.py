@@ -23,9 +23,7 @@ from dmcp.errors import DataError
 from dmcp.runtime.io import quote
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
-_KEPT = 0.875  # share of each side of a test image that the crop keeps, unless the input is small
-_SMALL = 64
-SHIFT = 4  # pixels
+_KEPT = 0.875  # share of each side of a test image that the crop keeps
 _MAX_RATIO = 200  # of the sides of an image file
 
 # image files
@@ -63,12 +61,7 @@ def decode(path: str) -> Image:
 
 def before_crop(size: tuple[int, int]) -> tuple[int, int]:
     """Height and width that a test image covers before it is cropped."""
-    return size if is_small(size) else (round(size[0] / _KEPT), round(size[1] / _KEPT))
-
-
-def is_small(size: tuple[int, int]) -> bool:
-    """Whether image files for inputs of this size are shifted by a few pixels, as shards are, and not cropped."""
-    return max(size) <= _SMALL
+    return round(size[0] / _KEPT), round(size[1] / _KEPT)
 
 
 _PARTS = ("train", "val")
@@ -362,13 +355,13 @@ def _cifar(name: str, root: Path, download: bool) -> DataSets:
         raise DataError(f"{where}: put it there, or let Python fetch it once: {fetch}") from error
     train, test = ((part.data, np.asarray(part.targets)) for part in parts)
     sources = (f"{root}, as torchvision keeps them",) * 2
-    return _arrays(train, test, Augmentation(shift=SHIFT, flip=True, reflect=True), sources)
+    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), sources)
 
 
 def _shards(folder: Path) -> DataSets:
     train, test = (_read_shards(folder, part) for part in ("train", "test"))
     sources = (str(folder / "train-*.npz"), str(folder / "test-*.npz"))
-    return _arrays(train, test, Augmentation(shift=SHIFT, flip=True, reflect=True), sources)
+    return _arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), sources)
 
 
 def _read_shards(folder: Path, part: str) -> _Arrays:

@@ -25,7 +25,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dmcp.data.datasets import MEAN, SHIFT, STD, Broken, FolderSet, _look_at, before_crop, decode, is_small
+from dmcp.data.datasets import MEAN, STD, Broken, FolderSet, _look_at, before_crop, decode
 from dmcp.errors import DataError
 from dmcp.progress import phase
 from dmcp.runtime.io import write_files
@@ -100,7 +100,7 @@ def decodes(device: torch.device) -> bool:
 
 
 # where to crop: for N images (N, 2, 5), of height and width (start, step, low, high, flip): output pixel i is seen
-# around start + (i + 0.5) * step, between low and high; mirrored if flip. Behind the ends the image is reflected
+# around start + (i + 0.5) * step, between low and high; mirrored if flip
 
 _TRIES = 10
 DRAWS = 2 * _TRIES + 3  # random numbers of an image
@@ -135,16 +135,6 @@ def random_boxes(sizes: Array, size: Size, numbers: Array) -> Array:
     return np.stack([start, own / size, start, start + own, flips], axis=2)
 
 
-def training_boxes(sizes: Array, size: Size, numbers: Array) -> Array:
-    """For small inputs the middle, moved by a few pixels, and the flip: what shards get. Else random crops."""
-    if not is_small(size):
-        return random_boxes(sizes, size, numbers)
-    boxes, room = middle_boxes(sizes, size), np.minimum(SHIFT, np.array(size) // 8)
-    boxes[:, :, 0] += (np.floor(numbers[:, -3:-1] * (2 * room + 1)) - room) * boxes[:, :, 1]
-    boxes[:, 1, 4] = numbers[:, -1] < 0.5
-    return boxes
-
-
 def middle_boxes(sizes: Array, size: Size) -> Array:
     """The middle of images that are scaled, with their aspect ratio, to just cover `before_crop`."""
     covered = np.array([_cover(own, before_crop(size)) for own in sizes.tolist()]).reshape(-1, 2)
@@ -166,16 +156,8 @@ def crop_here(image: Array, box: Array, size: Size) -> Array:
     start, step, low, high, flip = box.T
     (top, left), (bottom, right) = low.astype(int), high.astype(int)
     (y, x), covered = np.rint((start - low) / step).astype(int), np.rint((high - low) / step).astype(int)
-    found = _resize(image[top:bottom, left:right], covered.tolist())
-    rows, columns = (
-        _reflected(np.arange(at, at + out), end) for at, out, end in zip((y, x), size, covered, strict=True)
-    )
-    return found[rows[:, None], columns[::-1] if flip[1] else columns]
-
-
-def _reflected(places: Array, end: int) -> Array:
-    """Places in an axis of so many pixels, also for those behind its ends."""
-    return np.asarray(end - 1 - np.abs(end - 1 - np.abs(places)))
+    found = _resize(image[top:bottom, left:right], covered.tolist())[y : y + size[0], x : x + size[1]]
+    return found[:, ::-1] if flip[1] else found
 
 
 def _resize(image: Array, size: Sequence[int]) -> Array:
@@ -221,7 +203,6 @@ def _weights(axis: Tensor, size: int, pixels: int) -> Tensor:
     start, step, extent, flip = axis.float()[:, :, None, None]
     place = torch.arange(size, device=axis.device)[:, None] + 0.5
     centre = start + step * torch.where(flip > 0, size - place, place)
-    centre = torch.where(centre < 0, step - centre, torch.where(centre > extent, 2 * extent - step - centre, centre))
     pixel = torch.arange(pixels, device=axis.device) + 0.5
     weights: Tensor = (1 - (pixel - centre).abs() / step.clamp(min=1)).clamp(min=0) * (pixel < extent)
     return weights / weights.sum(2, keepdim=True)

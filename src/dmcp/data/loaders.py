@@ -203,7 +203,7 @@ class FolderLoader:
         if not self.train:
             return images.middle_boxes(sizes, self.dataset.size)
         # by the place, since the image that replaces another has a place of its own too
-        return images.training_boxes(sizes, self.dataset.size, images.random_numbers(self.key, self.order[places]))
+        return images.random_boxes(sizes, self.dataset.size, images.random_numbers(self.key, self.order[places]))
 
     def _find(self, place: int, read: Callable[[int], Any]) -> tuple[int, Any]:
         """The image at a place in the order of the epoch, or, if wanted, the next one there that can be read."""
