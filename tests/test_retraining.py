@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,9 +122,6 @@ def test_a_poor_teacher_is_warned_of_before_the_search() -> None:
     nn.init.zeros_(teacher.head.weight), nn.init.zeros_(teacher.head.bias)  # it always says the first class
     tests.batches = [(x, torch.arange(40) % 5) for x, _ in tests.batches]
 
-    def stop(event: Any) -> None:
-        raise KeyboardInterrupt
-
     with pytest.warns(TeacherWarning, match="20.00%") as found, pytest.raises(KeyboardInterrupt):
-        prune(val_loader=tests, teacher=teacher, runtime=dmcp.Runtime(on_event=stop))
+        prune(val_loader=tests, teacher=teacher, runtime=dmcp.Runtime(on_event=Mock(side_effect=KeyboardInterrupt)))
     assert len(found) == 1
