@@ -10,6 +10,7 @@ the package.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -338,6 +339,21 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 def sample(shape: Sequence[int], batch: int = 4, seed: int = 0) -> Tensor:
     """A batch of noise. -> (batch, *shape) float64"""
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@functools.cache
+def traced(toy: Any) -> tuple[nn.Module, Any]:
+    """A model that no test changes, and its graph."""
+    model = randomise(toy(**toy.FULL))
+    return model, dmcp.trace(model, sample(toy.SHAPE))
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def distance(one: Any, other: Any) -> float:

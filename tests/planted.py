@@ -7,7 +7,6 @@ channels are not enough. The channels of `useless` see noise only, which knows n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,17 +39,7 @@ class Planted(nn.Module):
         return self.readout(torch.cat([needed, useless], dim=1).flatten(1)).unflatten(1, (2, SIGNS))
 
 
-class Batches:
-    """Batches that are always the same, as a loader."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+Batches = list[tuple[Tensor, Tensor]]
 
 
 def planted_batches(count: int, seed: int, size: int = 64) -> Batches:
@@ -62,7 +51,7 @@ def planted_batches(count: int, seed: int, size: int = 64) -> Batches:
         signs = 2.0 * labels - 1 + 0.1 * torch.randn(size, SIGNS, generator=draw)
         noise = torch.randn(size, SIGNS, generator=draw)
         found.append((torch.cat([signs, noise], dim=1)[..., None, None], labels))
-    return Batches(found)
+    return found
 
 
 def planted_problem(budget: str = "57%", seed: int = 0, epochs: int = 20, **changes: Any) -> Problem:
@@ -80,7 +69,7 @@ def tiny_problem(model: nn.Module, budget: str = "50%", **changes: Any) -> Probl
     batches = [
         (torch.randn(4, 3, 32, 32, generator=draw), torch.randint(0, 10, (4,), generator=draw)) for _ in range(4)
     ]
-    return as_problem(model, Batches(batches[:2]), Batches(batches[2:]), budget, 0, 1, **changes)
+    return as_problem(model, batches[:2], batches[2:], budget, 0, 1, **changes)
 
 
 _GRAPHS: dict[str, dmcp.ChannelGraph] = {}
@@ -90,7 +79,7 @@ def _planted_graph(model: Planted) -> dmcp.ChannelGraph:
     """Traced once, with norms and without: a graph has no weights."""
     key = repr(model)
     if key not in _GRAPHS:
-        _GRAPHS[key] = dmcp.trace(model, planted_batches(1, 0).batches[0][0][:2])
+        _GRAPHS[key] = dmcp.trace(model, planted_batches(1, 0)[0][0][:2])
     return _GRAPHS[key]
 
 
@@ -98,7 +87,7 @@ def as_problem(
     model: nn.Module, loader: Batches, held_out: Batches, budget: str, seed: int, epochs: int, **changes: Any
 ) -> Problem:
     """All that a method is given."""
-    graph = _planted_graph(model) if type(model) is Planted else dmcp.trace(model, loader.batches[0][0][:2])
+    graph = _planted_graph(model) if type(model) is Planted else dmcp.trace(model, loader[0][0][:2])
     recipe = TrainConfig(
         epochs=epochs, lr=0.1, warmup_lr=0.1, warmup_epochs=0, reference_batch=None, label_smoothing=0.0, seed=seed
     )

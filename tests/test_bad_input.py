@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Chain, Residual, Toy, mystery, sample
+from nets import Chain, Residual, Toy, mystery, sample, sizes
 from torch import nn
 
 import dmcp
@@ -25,10 +25,6 @@ def refuse(kind: type[DmcpError], call: Callable[[], object], *words: str, lines
     text = str(caught.value)
     assert caught.type is kind and len(text.splitlines()) <= lines, text
     assert [word for word in words if word not in text] == [], text
-
-
-def spaces(graph: Any) -> dict[str, int]:
-    return {space.name: space.size for space in graph.spaces}
 
 
 UNTRACEABLE: list[tuple[Any, Any]] = [
@@ -68,8 +64,8 @@ def test_strict_names_the_op_and_two_ways_out_that_work() -> None:
     words = ("0.2", "mystery", "rules=RULES |", "ignore=")
     refuse(TraceError, lambda: dmcp.trace(net, X, strict=True), *words, lines=2)
     rules = dmcp.RULES | {torch.ops.dmcp_tests.mystery.default: lambda call: [call.x.dims]}
-    assert "0.0" in spaces(dmcp.trace(net, X, rules=rules, strict=True))
-    assert set(spaces(dmcp.trace(net, X, ignore=["0"], strict=True))) == {"1"}
+    assert "0.0" in sizes(dmcp.trace(net, X, rules=rules, strict=True))
+    assert set(sizes(dmcp.trace(net, X, ignore=["0"], strict=True))) == {"1"}
 
 
 def test_widths_and_channels_that_do_not_fit() -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from test_cli import Capture, run
 from test_datasets import write_photos, write_shards
-from typed import command
 
 from dmcp.cli.prune import loader_pace
 from dmcp.data.datasets import DataSets, FolderSet, check_data, load, no_images, preprocessing
 
-Capture = pytest.CaptureFixture[str]
 NETWORK = ("--model", "my_small_net:build", "--data", "photos", "--batch", "4", "--device", "cpu")
 SMALL = (*NETWORK, "--input", "3x32x32")
 TRAIN = ("train", *SMALL, "--epochs", "1", "--quiet", "--json")
@@ -41,12 +40,6 @@ def opened(name: str = "photos") -> DataSets:
 def truncate(path: Path) -> None:
     """Its first bytes say what it is, its last ones are gone."""
     path.write_bytes(path.read_bytes()[:-1000])
-
-
-def run(capsys: Capture, *words: str) -> tuple[int, str, str]:
-    code = command(*words)
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def test_every_file_is_decoded(here: Path) -> None:

@@ -57,6 +57,7 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 
 
 def saved_step(folder: Path) -> int:
+    """0 where there is none."""
     found = load_checkpoint(folder)
     return found.step if found else 0
 

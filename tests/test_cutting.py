@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Residual, Toy, randomise
+from nets import Residual, Toy, randomise, same, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,14 +35,6 @@ class Odd(nn.Module):
         x = self.mix(F.relu(self.norm(self.stem(x)))) * self.scale + self.shift
         x = F.adaptive_avg_pool2d(x, 4).view(len(x), self.channels, 16)
         return self.head(x.flatten(1))
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("by", ["l1", "l2"])
@@ -134,16 +126,13 @@ def odd_case(make: Callable[[], nn.Module]) -> tuple[nn.Module, Any, Any, Any]:
     return net, graph, widths, small
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    return [(torch.randn(6, 1, 8, 8, dtype=torch.float64), torch.randint(10, (6,))) for _ in range(4)]
-
-
 @pytest.mark.parametrize("make", [lambda: build("digits:resnet"), Gated], ids=["resnet", "gated"])
 def test_a_padded_network_learns_the_same(make: Callable[[], nn.Module]) -> None:
     net, graph, widths, inside = odd_case(make)
     next(inside.train().parameters()).requires_grad_(False)  # modes and frozen parameters are those of the cut network
     next(module for module in inside.modules() if isinstance(module, nn.BatchNorm2d)).eval()
-    alone, before, data = copy.deepcopy(inside), state(inside), batches()
+    alone, before = copy.deepcopy(inside), state(inside)
+    data = [(torch.randn(6, 1, 8, 8, dtype=torch.float64), torch.randint(10, (6,))) for _ in range(4)]
     twin = padded(inside, net, graph, widths, to=8)
     assert twin and sum(p.numel() for p in twin.wide.parameters()) > sum(p.numel() for p in inside.parameters())
     assert padded(net, net, graph, graph.full) is None  # full widths stay

@@ -70,7 +70,7 @@ def test_soft_pruning_cuts_what_it_has_zeroed(method: Any, filters: Any, go: boo
     problem = residual_problem()
     choice = method.find(problem, SoftConfig())
     model = choice.model.double().eval()
-    cut, x = dmcp.cut(model, problem.graph, choice.kept), problem.held_out.batches[0][0].double()
+    cut, x = dmcp.cut(model, problem.graph, choice.kept), problem.held_out[0][0].double()
     torch.testing.assert_close(model(x), cut(x))
     torch.testing.assert_close(model.train()(x), cut.train()(x))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -186,18 +187,14 @@ def test_a_table_is_the_same_after_a_file_and_others_are_refused(tmp_path: Path)
 # choosing
 
 
-def searched(text: str) -> SearchResult:
-    graph = with_latency()
-    net = dmcp.Supernet(traced()[0], graph, 4)
-    return SearchResult(torch.full((len(graph.spaces), 3), 0.5), net.sizes, graph, parse(text, graph), 0.95)
-
-
 WHOLE = sum(it.numel() for it in traced()[0].parameters())
 
 
 def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[Any, Any]:
     """What is chosen where cut networks take so many times their forecast."""
-    found, device = searched(text), Device()
+    graph, device = with_latency(), Device()
+    sizes, alphas = dmcp.Supernet(traced()[0], graph, 4).sizes, torch.full((len(graph.spaces), 3), 0.5)
+    found = SearchResult(alphas, sizes, graph, parse(text, graph), 0.95)
     device.scale = lambda params: 1.0 if params == WHOLE else scale(params)
     result, widths, outcome = timing.choose(found, traced()[0], timing.clock_of(table(), None, device))
     assert holds(result.budget, found.graph, widths) and torch.equal(result.alphas, found.alphas)
@@ -317,11 +314,8 @@ def test_a_run_measures_keeps_its_table_and_reports(
     code, out, _ = run(capsys, "sample", str(straight), "--budget", "latency:50%", "--json")
     assert code == 0 and json.loads(out)[0]["latency_share"] <= 0.5
 
-    def stop(*_: Any, **__: Any) -> None:
-        raise dmcp.StoppedError("Stopped.")
-
     with monkeypatch.context() as patch:
-        patch.setattr(pruning, "train_all", stop)
+        patch.setattr(pruning, "train_all", Mock(side_effect=dmcp.StoppedError("Stopped.")))
         assert run(capsys, *options, str(stopped))[0] == 3
     fake.calls = 0
     assert run(capsys, "prune", "--resume", str(stopped), "--quiet")[0] == 0 and not fake.calls

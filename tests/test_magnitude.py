@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from nets import Residual
-from planted import SIGNS, Batches, as_problem, planted_problem
+from planted import SIGNS, as_problem, planted_problem
+from test_pruning import Noise
 from torch import Tensor
 
 from dmcp.compare import magnitude
@@ -84,9 +85,5 @@ def test_slimming_pulls_the_scales_by_the_gradient_of_their_size() -> None:
 
 def residual_problem(budget: str = "50%", **changes: Any) -> Problem:
     torch.manual_seed(7)
-    model = Residual(**Residual.FULL)
-    draw = torch.Generator().manual_seed(0)
-    batches = [
-        (torch.randn(8, *Residual.SHAPE, generator=draw), torch.randint(5, (8,), generator=draw)) for _ in range(6)
-    ]
-    return as_problem(model, Batches(batches[:4]), Batches(batches[4:]), budget, 0, 3, **changes)
+    batches = Noise(6, 8).batches
+    return as_problem(Residual(**Residual.FULL), batches[:4], batches[4:], budget, 0, 3, **changes)

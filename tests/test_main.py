@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from test_cli import DRY, SHORT, Capture, run
@@ -86,11 +87,8 @@ def test_every_help_has_examples_and_the_first_has_the_exit_codes(capsys: Captur
 def test_exit_codes(
     error: BaseException, code: int, told: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(*_: object) -> None:
-        raise error
-
     monkeypatch.setattr("os.dup2", lambda *_: 0)
-    monkeypatch.setattr(commands, "build", build)
+    monkeypatch.setattr(commands, "build", Mock(side_effect=error))
     found, out, err = run(capsys, "inspect", "digits:resnet")
     last = err.splitlines()[-1] if err else ""
     assert (found, out) == (code, "") and last.startswith(told)
@@ -124,10 +122,9 @@ def test_of_several_ranks_one_speaks(capsys: Capture, tmp_path: Path, monkeypatc
     assert code == 2 and "leave torchrun out" in err
 
 
-def test_a_folder_cannot_take_the_place_of_libraries(tmp_path: Path) -> None:
+def test_a_folder_cannot_take_the_place_of_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("jinja2.py", "safetensors.py", "json.py"):
         (tmp_path / name).write_text("raise SystemExit('imported from the current folder')")
-    words = [sys.executable, "-m", "dmcp", "runs", "."]
-    path = os.environ | {"PYTHONPATH": str(Path(dmcp.__file__).parent.parent)}
-    found = subprocess.run(words, cwd=tmp_path, env=path, capture_output=True, text=True)
-    assert (found.returncode, found.stdout) == (0, ".: no runs.\n"), found.stderr
+    monkeypatch.chdir(tmp_path)
+    found = start("-m", "dmcp", "runs", ".")
+    assert found[:2] == (0, ".: no runs.\n"), found

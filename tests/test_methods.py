@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted import Batches, Planted, as_problem, heard, planted_batches, planted_problem, tiny_problem
+from planted import Planted, as_problem, heard, planted_batches, planted_problem, tiny_problem
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import densenet121, mobilenet_v2, resnet18
@@ -110,7 +110,7 @@ AUTOSLIM: Any = METHODS["autoslim"]
 
 def by_hand(problem: Problem, state: Any) -> tuple[list[int], int]:
     """The greedy way with networks that are really cut, one channel at a time, and how many of them were run."""
-    graph, (x, labels) = problem.graph, problem.held_out.batches[0]  # type: ignore[attr-defined]
+    graph, (x, labels) = problem.graph, problem.held_out[0]  # type: ignore[index]
     model = dmcp.cut(problem.model, graph, graph.full)
     model.load_state_dict(state)
     widths, runs = [8, 8], 0
@@ -178,7 +178,7 @@ def test_states_and_batches_that_cannot_be() -> None:
         with pytest.raises(TrainingError):
             choose(name, problem, find_method(name).config(), {"weight": torch.zeros(2)})
     with pytest.raises(DataError):
-        chosen("autoslim", replace(problem, held_out=Batches([(torch.zeros(1, 16, 1, 1), None)])), TINY)
+        chosen("autoslim", replace(problem, held_out=[(torch.zeros(1, 16, 1, 1), None)]), TINY)
 
 
 # methods of one's own

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import Residual
-from test_pruning import Noise, prune, same, tensors, traced
+from nets import Residual, same, state
+from test_pruning import Noise, prune, traced
 from torch import Tensor, nn
 
 import dmcp
@@ -18,10 +18,6 @@ from dmcp.preflight import check_classifier, check_forward
 from dmcp.settings import SearchConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")
-
-
-def failing_metric(output: Tensor, batch: Any) -> Any:
-    raise ZeroDivisionError
 
 
 def changed(x: Any = lambda x: x, y: Any = lambda y: y) -> Noise:
@@ -93,7 +89,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "test labels, later": (DataError, lambda: {"val_loader": [*Noise(1), *changed(y=lambda y: y + 1)]}),
     "tests of a generator": (DataError, lambda: {"val_loader": (it for it in Noise(1)), "baselines": True}),
     "metric of the wrong kind": (TypeError, lambda: {"task": dmcp.Task(metric=lambda output, batch: 0.5)}),
-    "metric that fails": (ZeroDivisionError, lambda: {"task": dmcp.Task(metric=failing_metric)}),
+    "metric that fails": (ZeroDivisionError, lambda: {"task": dmcp.Task(metric=lambda output, batch: 1 / 0)}),
     # networks
     "class": (TraceError, lambda: {"model": Residual}),
     "frozen": (TrainingError, lambda: {"model": broken(lambda it: it.requires_grad_(False))}),
@@ -122,10 +118,10 @@ def test_mistakes_are_refused_before_the_first_step(name: str) -> None:
     kind, make = CASES[name]
     options, seen = make(), list[Any]()
     engine = dmcp.Engine(graphs=True) if options.pop("engine", False) else None
-    before = tensors(traced()[0])
+    before = state(traced()[0])
     with pytest.raises(kind):
         prune(**options, runtime=dmcp.Runtime(on_event=seen.append, engine=engine))
-    assert not seen and same(before, tensors(traced()[0]))
+    assert not seen and same(before, state(traced()[0]))
 
 
 def test_what_does_no_harm_is_allowed() -> None:

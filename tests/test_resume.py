@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from test_checkpoint import saved_step
 from test_datasets import write_photos
 from typed import command
 
-from dmcp.checkpoint import load_checkpoint
 from dmcp.runtime.io import LOCK, Lock
 
 NET = """
@@ -51,13 +52,6 @@ class Killed(BaseException):
     """Stands for a kill."""
 
 
-def end(error: BaseException) -> Callable[[Any], Any]:
-    def act(_: Any) -> None:
-        raise error
-
-    return act
-
-
 def send(*signals: signal.Signals) -> Callable[[Any], None]:
     def act(_: Any) -> None:
         for number in signals:
@@ -68,11 +62,11 @@ def send(*signals: signal.Signals) -> Callable[[Any], None]:
 
 
 ACTS: dict[str, Callable[[Any], Any]] = {
-    "kill": end(Killed()),
+    "kill": Mock(side_effect=Killed()),
     "term": send(signal.SIGTERM),
     "int": send(signal.SIGINT),
     "twice": send(signal.SIGINT, signal.SIGINT),  # by a person who does not want to wait for the end of a step
-    "full": end(OSError(errno.ENOSPC, "No space left on device")),
+    "full": Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")),
     "nan": lambda real: lambda *args, **kwargs: real(*args, **kwargs) * float("nan"),
 }
 
@@ -141,12 +135,6 @@ def assert_same(run: Path, whole: Path) -> None:
         assert (run / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def saved_step(run: Path, stage: str) -> int:
-    """The step of the checkpoint of a stage, 0 if there is none."""
-    found = load_checkpoint(run / "checkpoints" / stage)
-    return found.step if found else 0
-
-
 # interrupted
 
 # where it starts, the moment, what happens, the exit code, and the step of a stage that is saved
@@ -178,7 +166,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(
     assert typed(*argv, moment=moment, act=act) == code
     out, err = capfd.readouterr()
     assert out == "" and "Traceback" not in err and not (run / LOCK).exists()
-    assert left is None or saved_step(run, left[0]) == left[1]
+    assert left is None or saved_step(run / "checkpoints" / left[0]) == left[1]
     assert code != 3 or f"Go on with: dmcp prune --resume {run}" in err
     assert code != 2 or len(err.splitlines()) == 1
     assert resume(run) == 0 and capfd.readouterr().err == ""
@@ -189,7 +177,7 @@ def test_a_run_that_is_really_killed(runs: Runs, tmp_path: Path) -> None:
     whole, run = runs(), tmp_path / "run"
     words = [sys.executable, "-m", "dmcp", *PRUNE, "--out", str(run)]
     with subprocess.Popen(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) as process:
-        while not saved_step(run, "search"):
+        while not saved_step(run / "checkpoints" / "search"):
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
@@ -231,7 +219,8 @@ def test_a_run_on_image_files_goes_on_in_the_middle_of_an_epoch(
     argv = ("train", *words, "--batch", "4", "--save-steps", "3", "--epochs", "2", "--quiet")
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert typed(*argv, "--out", whole) == 0
-    assert typed(*argv, "--out", run, moment=step_of("unpruned", 7)) == -1 and saved_step(run, "unpruned") == 6
+    assert typed(*argv, "--out", run, moment=step_of("unpruned", 7)) == -1
+    assert saved_step(run / "checkpoints" / "unpruned") == 6
     assert typed("train", "--resume", run, "--quiet", "--workers", "1") == 0
     assert_same(run, whole)
 

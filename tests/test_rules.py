@@ -58,10 +58,6 @@ def write_to_a_copy(x: Tensor) -> Tensor:
     return lifted * 1
 
 
-def join_nothing(x: Tensor) -> Tensor:
-    return x + torch.cat([x.new_empty(0), x.new_empty(0)]).sum()  # as detectors do where no box is left
-
-
 def fill_by_slices(x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     half = x.shape[1] // 2
@@ -142,7 +138,7 @@ ROWS: dict[str, tuple[Any, int]] = {
     "slice": (lambda x: x[:, 2:6], 0),
     "slice of pixels": (lambda x: x[:, :, ::2, 1:], 8),
     "fill by slices": (fill_by_slices, 4),
-    "join nothing": (join_nothing, 8),
+    "join nothing": (lambda x: x + torch.cat([x.new_empty(0), x.new_empty(0)]).sum(), 8),  # detectors, without a box
     "select": (lambda x: x[:, 0, None] * x, 0),
     "index": (lambda x: x[:, [3, 1, 0]], 0),
     "index of pixels": (lambda x: x[:, :, [3, 1], [2, 2]], 8),
@@ -273,11 +269,6 @@ def net_of_zeros(together: Callable[[Any, Tensor], Tensor]) -> Toy:
     return Toy(together, **layers, norm=nn.BatchNorm2d(16), b=nn.Conv2d(16, 4, 1), c=nn.Conv2d(16, 4, 1), shift=shift)
 
 
-def read_after_a_square_conv(net: Any, x: Tensor) -> Tensor:
-    y = net.norm(net.a(x)).relu()
-    return net.b(net.square(y)) + net.c(net.square(y) + y)
-
-
 def a_view_taken_before_a_write(net: Any, x: Tensor) -> Tensor:
     y = net.a(x)
     view = y.flatten(2)
@@ -289,7 +280,10 @@ def a_view_taken_before_a_write(net: Any, x: Tensor) -> Tensor:
 ZEROS: dict[str, tuple[Any, int | None]] = {
     "divided by an attribute": (lambda net, x: net.b(net.a(x).relu().view(len(x), net.dim, 8, 8) / net.dim), 0),
     "chosen by a mask": (lambda net, x: torch.where(x[:, :1] > 0, net.a(x), net.shift).sum(1), 0),
-    "read after a square conv": (read_after_a_square_conv, 16),
+    "read after a square conv": (
+        lambda net, x: net.b(net.square(y := net.norm(net.a(x)).relu())) + net.c(net.square(y) + y),
+        16,
+    ),
     "summed without a weight": (lambda net, x: net.norm(net.a(x)).relu().sum(1), 16),
     "summed without a norm": (lambda net, x: net.a(x).relu().sum(1), 16),
     "a view taken before a write": (a_view_taken_before_a_write, None),
@@ -311,12 +305,8 @@ def test_zeros_are_exact_with_hard_and_with_soft_gates(row: str) -> None:
 # -- the table
 
 
-def renormed(x: Tensor, y: Tensor) -> Tensor:
-    """A channel at a time, but nobody has said so."""
-    return torch.cat([x.renorm(2, 1, 1.0), y], 1)
-
-
 def test_an_op_without_a_rule_and_rules_of_the_users_own() -> None:
+    renormed = lambda x, y: torch.cat([x.renorm(2, 1, 1.0), y], 1)  # noqa: E731  # each channel alone: nobody says so
     model, before = Between(renormed, writers=2), dict(dmcp.RULES)
     graph = check(model, X, {"other": 8})
     assert graph.unknown == {"aten.renorm.default": 1} and "renorm" in graph.summary()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_resume import Killed
 from torch import nn
 from typed import command
 
@@ -162,10 +163,6 @@ def test_a_folder_has_one_protocol(job: Job, tmp_path: Path, changes: dict[str, 
 
 
 # one run, killed at any moment
-
-
-class Killed(BaseException):
-    """Stands for a kill."""
 
 
 QUICK = {"dmcp": {"epochs": 2, "groups": 3}, "autoslim": {"epochs": 2, "groups": 3, "batches": 1}}

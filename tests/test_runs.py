@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from nets import Residual, sample
+from test_pruning import SEARCH, TRAIN, Noise, traced
 
 import dmcp
 from dmcp.errors import DmcpError, FileError, WidthsError
@@ -36,19 +37,9 @@ TENSORS = {"alphas": torch.tensor([[0.0, 0.0], [2.0, 0.0]]), "sizes": torch.tens
 
 @functools.cache
 def pruned() -> tuple[PruneResult, list[Event]]:
-    torch.manual_seed(0)
-    batches = [(torch.randn(6, *Residual.SHAPE), torch.arange(6) % 5) for _ in range(2)]
-    events: list[Event] = []
-    result = dmcp.prune(
-        Residual(**Residual.FULL),
-        batches,
-        batches[:1],
-        search=dmcp.SearchConfig(budget="60%", epochs=2, groups=4),
-        train=dmcp.TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05),
-        baselines=True,
-        runtime=dmcp.Runtime(on_event=events.append),
-    )
-    return result, events
+    (model, graph), events = traced(), list[Event]()
+    how = {"search": SEARCH, "train": TRAIN, "graph": graph, "runtime": dmcp.Runtime(on_event=events.append)}
+    return dmcp.prune(model, Noise(), Noise(1), baselines=True, **how), events
 
 
 def step_lines(steps: int, per_epoch: int = 10) -> list[dict[str, Any]]:

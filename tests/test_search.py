@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from nets import Residual, sample
+from nets import Depthwise, Residual, randomise, sample
 from test_pruning import Noise
+from test_pruning import traced as residual
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,6 +88,22 @@ def test_same_seed_same_bits_and_the_users_model_is_left_alone() -> None:
     assert all(bits(other)[name] != value for name, value in bits(one).items() if "conv" in name or name == "alpha")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not torch.equal(one.model.stem.weight, before["stem.weight"])
+
+
+def test_the_alphas_learn_from_statistics_of_the_batch() -> None:
+    """A peer moves its alphas in eval mode, on running statistics that mix all widths."""
+    model, x = randomise(Depthwise(**Depthwise.FULL)), sample(Depthwise.SHAPE, batch=6)
+    net = dmcp.Supernet(model, dmcp.trace(model, x)).double()
+    net.eval()  # the search must not depend on the mode that it finds
+    labels, losses = torch.arange(6) % 5, {}
+    for training in (True, False):
+        twin = copy.deepcopy(net).train(training)
+        losses[training] = F.cross_entropy(twin(x, twin.soft()), labels).item()
+    still: dict[str, Any] = {"epochs": 1, "warmup": 0.0, "train_weights": False, "init": "zero", "groups": 10}
+    result = search(net, [(x, labels)], lambda output, batch: F.cross_entropy(output, batch[1]), **still)
+    found = result.log[0].task_loss
+    assert found is not None
+    assert abs(found - losses[True]) < 1e-10 < 0.01 < abs(found - losses[False])
 
 
 # into the band
@@ -262,21 +279,13 @@ class Smooth(nn.Module):
         return self.fc(F.silu(self.norms[3](self.convs[3](x))).mean((2, 3)))
 
 
-class Pictures:
-    """Images whose class can be seen, so that losses fall; the same in every pass."""
-
-    def __init__(self, batch: int = 128, count: int = 10) -> None:
-        dice = torch.Generator().manual_seed(0)
-        patterns = torch.randn(10, 3, 32, 32, generator=dice)
-        labels = torch.randint(10, (count, batch), generator=dice)
-        images = patterns[labels] + torch.randn(count, batch, 3, 32, 32, generator=dice)
-        self.batches = [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images, labels, strict=True)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self.batches)
+def pictures(batch: int = 128, count: int = 10) -> list[tuple[Tensor, Tensor]]:
+    """Images whose class can be seen, so that losses fall."""
+    dice = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 3, 32, 32, generator=dice)
+    labels = torch.randint(10, (count, batch), generator=dice)
+    images = patterns[labels] + torch.randn(count, batch, 3, 32, 32, generator=dice)
+    return [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images, labels, strict=True)]
 
 
 def searched(
@@ -291,7 +300,7 @@ def searched(
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
     config = SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
     runtime = dmcp.Runtime(engine=engine, checkpointer=checkpointer)
-    return net, dmcp.search(net, Pictures(), config, runtime=runtime)
+    return net, dmcp.search(net, pictures(), config, runtime=runtime)
 
 
 def losses(result: SearchResult) -> Tensor:
@@ -310,7 +319,7 @@ def test_twenty_steps_on_every_engine(name: str) -> None:
     net, result = searched(engine)
     assert (eager()[-1] - eager()[0]).abs().max() > 0.1  # they move
     assert ((losses(result) - eager()).abs() / eager().amax(dim=1, keepdim=True)).max() < tolerance
-    resolved, x = engine.resolve(DEVICE, steps=10**6), Pictures(count=1).batches[0][0]
+    resolved, x = engine.resolve(DEVICE, steps=10**6), pictures(count=1)[0][0]
     widths = net.graph.widths({space.name: max(1, 2 * space.size // 3) for space in net.graph.spaces})
     with torch.no_grad(), resolved.running(net.model), resolved.autocast():
         net.train()
@@ -341,14 +350,8 @@ def test_a_front_starts_at_the_budget_with_one_peak_and_grows_sharper() -> None:
 
 
 def looped(**settings: Any) -> tuple[dmcp.Supernet, dmcp.Searcher, list[Any], SearchConfig]:
-    torch.manual_seed(0)
-    model = Residual(**Residual.FULL)
-    graph = dmcp.trace(model, sample(Residual.SHAPE).float())
-    batches = [(torch.randn(6, *Residual.SHAPE), torch.randint(5, (6,))) for _ in range(2)]
-    config = SearchConfig(
-        budget="60%", epochs=4, groups=4, alpha_momentum=0.0, momentum=0.0, weight_decay=0.0, **settings
-    )
-    net = dmcp.Supernet(model, graph, 4)
+    net, batches, plain = dmcp.Supernet(*residual(), 4), Noise().batches, {"momentum": 0.0, "weight_decay": 0.0}
+    config = SearchConfig(budget="60%", epochs=4, groups=4, alpha_momentum=0.0, **plain, **settings)
     return net, dmcp.Searcher(net, config, len(batches)), batches, config
 
 

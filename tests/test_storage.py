@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from huggingface_hub import constants
-from nets import NETS, Chain, distance, randomise, sample
+from nets import NETS, Chain, counted_macs, distance, randomise, same, sample, state
 from safetensors import safe_open
-from test_cutting import Odd, same, state
+from test_cutting import Odd
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
 from dmcp import models
@@ -219,7 +218,5 @@ def test_a_run_needs_no_model_and_may_be_on_the_hub(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("folder", sorted(Path(__file__).parents[1].glob("checkpoints/*")), ids=lambda it: it.name)
 def test_a_network_of_ours_is_inside_its_budget(folder: Path) -> None:
     settings = json.loads((folder / "settings.json").read_text())
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        dmcp.load(folder).eval()(torch.zeros(1, *settings["shape"]))
-    share = counter.get_total_flops() / 2 / settings["unpruned"]["macs"]
+    share = counted_macs(dmcp.load(folder), torch.zeros(1, *settings["shape"])) / settings["unpruned"]["macs"]
     assert 0.9 < share / (float(settings["search"]["budget"].rstrip("%")) / 100) <= 1

@@ -7,14 +7,13 @@ its nets are attacks: their code looks at more than the output of the first laye
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torchvision
-from nets import NETS, Residual, distance, randomise, sample
+from nets import NETS, Residual, Toy, distance, randomise, sample, traced
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,13 +32,6 @@ from dmcp.supernet import Narrow
 MANY = 4000
 SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency
 both = pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
-
-
-@functools.cache
-def traced(toy: Any) -> tuple[nn.Module, Any]:
-    """A model that no test changes, and its graph."""
-    model = randomise(toy(**toy.FULL))
-    return model, dmcp.trace(model, sample(toy.SHAPE))
 
 
 def made(groups: int = 4, align: int = 1) -> Any:
@@ -188,11 +180,6 @@ def task(output: Any, batch: Any) -> Tensor:
         part if part.ndim == 2 else (part * torch.linspace(0, 1, part.shape[-1])).sum((2, 3)) / 100 for part in outputs
     ]
     return sum((F.cross_entropy(part, batch[1]) for part in flat), torch.zeros(()))
-
-
-def loud(output: Any, batch: Any) -> Tensor:
-    """The same a thousand times, as where gradients are scaled."""
-    return 1000 * task(output, batch)
 
 
 def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | None, loss: Any) -> Tensor:
@@ -369,7 +356,7 @@ def test_a_stem_is_never_wrong(name: str) -> None:
     assert stem is None or name != "weight of two modules"
     if stem is not None:
         align = None if "dropout" in name else 4  # a narrow network has other masks
-        lr, loss = (5e-5, loud) if "large gradients" in name else (0.05, task)
+        lr, loss = (5e-5, lambda *it: 1000 * task(*it)) if "large gradients" in name else (0.05, task)
         assert_the_same(net, stem, sample((3, 16, 16), batch=12), lr, align, loss)
 
 
@@ -387,15 +374,10 @@ class Averaging(Plain):
         return out
 
 
-class Summed(nn.Module):
+def summed() -> nn.Module:
     """The first gradient into its stem is one number for many places, which nothing can be added to in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.norm(self.conv(x)).sum(dim=(2, 3)))
+    layers = {"conv": nn.Conv2d(3, 8, 3, padding=1), "norm": nn.BatchNorm2d(8), "fc": nn.Linear(8, 5)}
+    return Toy(lambda m, x: m.fc(m.norm(m.conv(x)).sum(dim=(2, 3))), **layers)
 
 
 def images(*sizes: int) -> list[tuple[Tensor, Tensor]]:
@@ -408,7 +390,7 @@ SEARCHES: dict[str, tuple[Callable[[], nn.Module], list[Any], dict[str, int], in
     "as traced": (lambda: coded(padded)(stride=2), images(16, 16), {}, 4),
     "two sizes in a step": (lambda: coded(padded)(stride=2), images(16, 12, 16, 16), {"accumulate": 2}, 4),
     "a buffer that is replaced": (Averaging, images(16, 16), {}, 0),
-    "a stem that is summed": (Summed, images(16, 16), {}, 4),
+    "a stem that is summed": (summed, images(16, 16), {}, 4),
 }
 
 

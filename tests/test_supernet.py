@@ -6,12 +6,11 @@ That gated, cut and narrow networks compute the same is in test_invariants.py.
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from nets import Chain, Depthwise, HandNet, PreActivation, Residual, SqueezeExcite, Toy, distance, randomise, sample
+from nets import Chain, Depthwise, HandNet, PreActivation, Residual, SqueezeExcite, Toy, distance, sample, traced
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,22 +55,7 @@ class NoAffine(HandNet):
         return self.head(self.gate("b", F.silu(self.bn2(self.conv2(x)))).mean((2, 3)))
 
 
-def with_gate_layers(net: Any, x: Tensor, gates: dict[str, Tensor]) -> Tensor:
-    """Run a hand-written net with its gate layers."""
-    net.gates = gates
-    return net(x)
-
-
-EXPLICIT: Any = dict.fromkeys(
-    (Chain, Residual, Depthwise, SqueezeExcite, PreActivation, Plain, NoAffine), with_gate_layers
-)
-
-
-@functools.cache
-def traced(toy: Any) -> tuple[nn.Module, Any]:
-    """A model that no test changes, and its graph."""
-    model = randomise(toy(**toy.FULL))
-    return model, dmcp.trace(model, sample(toy.SHAPE))
+EXPLICIT: Any = (Chain, Residual, Depthwise, SqueezeExcite, PreActivation, Plain, NoAffine)
 
 
 def made(toy: Any = Chain, groups: int = 4) -> Any:
@@ -102,8 +86,9 @@ def test_soft_gates_are_gate_layers(toy: Any, training: bool) -> None:
     # Some are negative, which no probability is, so that a gate before a relu is not one after it.
     noise = torch.randn(len(net.position), dtype=torch.float64, generator=dice).requires_grad_()
     for gates, source in ((noise, noise), (net.soft(), net.alpha)):
-        expected = EXPLICIT[toy](copy.deepcopy(model), x, by_width(toy, net.graph, gates))
-        output = net(x, gates)
+        layered: Any = copy.deepcopy(model)
+        layered.gates = by_width(toy, net.graph, gates)
+        expected, output = layered(x), net(x, gates)
         assert distance(output, expected) < 1e-10
         assert gates is not noise or distance(output, copy.deepcopy(model)(x)) > 0.1  # the gates do something
         weight = torch.randn(expected.shape, generator=dice, dtype=torch.float64)

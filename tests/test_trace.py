@@ -42,20 +42,11 @@ class ConvNext(nn.Module):
         return self.head((x + y.permute(0, 3, 1, 2)).mean((2, 3)))
 
 
-class Literal(nn.Module):
+def literal(view: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     """A view whose size is written down: as a number, or as one that an attribute holds."""
-
-    def __init__(self, view: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.c = 16
-        self.divisor = 16  # the same number, with another meaning
-        self.a, self.b = unit(3, 16), unit(16, 11)
-        self.head, self.other = nn.Linear(16 * 16 * 16, 5), nn.Linear(11, 5)
-        self.view = view
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        return self.head(self.view(self, x)) / self.divisor + self.other(self.b(x).mean((2, 3)))
+    run = lambda m, x: m.head(view(m, y := m.a(x))) / m.divisor + m.other(m.b(y).mean((2, 3)))  # noqa: E731
+    layers = {"a": unit(3, 16), "b": unit(16, 11), "head": nn.Linear(16 * 16 * 16, 5), "other": nn.Linear(11, 5)}
+    return Toy(run, **layers, c=16, divisor=16)  # the same number, with another meaning
 
 
 @dataclass
@@ -144,9 +135,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "group norm": (lambda: normed(nn.GroupNorm(5, 20), 20), {"a": 5, "b.0": 12}),
     "group norm of one group": (lambda: normed(nn.GroupNorm(1, 16)), {"b.0": 12}),
     "layer norm": (ConvNext, {"fc1": 20}),
-    "a literal view": (lambda: Literal(lambda m, x: x.view(-1, 16 * 16 * 16)), {"b.0": 11}),
+    "a literal view": (lambda: literal(lambda m, x: x.view(-1, 16 * 16 * 16)), {"b.0": 11}),
     "halves of an attribute": (
-        lambda: Literal(lambda m, x: torch.cat(x.split([m.c // 2, m.c - m.c // 2], 1), 1).flatten(1)),
+        lambda: literal(lambda m, x: torch.cat(x.split([m.c // 2, m.c - m.c // 2], 1), 1).flatten(1)),
         None,
     ),
     "equal pieces by a number": (
@@ -220,7 +211,7 @@ def test_other_ranks_and_several_inputs(make: Any, x: Any, spaces: Any) -> None:
     "view", [lambda m, x: x.view(-1, m.c * 16 * 16), lambda m, x: x.view(x.shape[0], m.c, 256).flatten(1)]
 )
 def test_a_literal_from_an_attribute_is_bound(view: Any) -> None:
-    model = Literal(view)
+    model = literal(view)
     graph = check(model, X, {"a.0": 16, "b.0": 11})
     assert [(binding.module, binding.attribute, binding.value) for binding in graph.bindings] == [("", "c", 16)]
     small: Any = dmcp.cut(model, graph, {"a.0": 6})
@@ -310,18 +301,12 @@ def test_ignore() -> None:
 # -- values that forward reads
 
 
-class Reads(nn.Module):
-    """Two convs before the head, another way around the second, and a forward that is written where it is tested."""
-
-    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 12, 1), nn.Conv2d(16, 12, 1)
-        self.head = nn.Conv2d(12, 4, 1)
-        self.register_buffer("limit", torch.ones(1))
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.run(self, x))
+def reading(run: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """Two convs before the head, and another way around the second."""
+    layers = {"a": nn.Conv2d(3, 16, 3), "b": nn.Conv2d(16, 12, 1), "c": nn.Conv2d(16, 12, 1)}
+    model = Toy(lambda m, x: m.head(run(m, x)), **layers, head=nn.Conv2d(12, 4, 1))
+    model.register_buffer("limit", torch.ones(1))
+    return model
 
 
 IMAGE = torch.rand(2, 3, 8, 8)
@@ -345,11 +330,11 @@ NO_READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 def test_host_reads_of_the_input_are_noted() -> None:
     for run in READS.values():
-        graph = dmcp.trace(Reads(run), IMAGE)
+        graph = dmcp.trace(reading(run), IMAGE)
         (note,) = graph.notes
         assert "(the model)" in note and note in graph.summary() and note in graph.to_json()["notes"]
         with pytest.raises(TraceError, match="strict"):
-            dmcp.trace(Reads(run), IMAGE, strict=True)
+            dmcp.trace(reading(run), IMAGE, strict=True)
     for run in NO_READS.values():
-        graph = dmcp.trace(Reads(run), IMAGE, strict=True)
+        graph = dmcp.trace(reading(run), IMAGE, strict=True)
         assert graph.notes == () and {"a", "b"} <= set(sizes(graph))

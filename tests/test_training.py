@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import same, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,14 +38,6 @@ def some_batches(count: int = 4, size: int = 8) -> list[tuple[Tensor, Tensor]]:
         (torch.randn(size, 1, 8, 8, generator=random), torch.randint(10, (size,), generator=random))
         for _ in range(count)
     ]
-
-
-def tensors(model: nn.Module) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in model.state_dict().values()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # schedules and parameters
@@ -111,7 +104,7 @@ def test_same_seed_same_bits_and_the_users_generator_untouched() -> None:
         before = torch.get_rng_state()
         records = train(model, batches, replace(SHORT, seed=seed))
         assert torch.equal(before, torch.get_rng_state())
-        ends.append((tensors(model), [record.loss for record in records]))
+        ends.append((state(model), [record.loss for record in records]))
     assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
     assert not same(ends[0][0], ends[2][0])  # dropout
 
@@ -120,16 +113,16 @@ def test_same_seed_same_bits_and_the_users_generator_untouched() -> None:
 def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_WINDOW", 2)
     model, calls = tiny(), list[int]()
-    states = [tensors(model)]
+    states = [state(model)]
 
     def loss(output: Tensor, batch: Any) -> Tensor:
         calls.append(1)
         return F.cross_entropy(output, batch[1]) * (math.nan if len(calls) == at + 1 else 1.0)
 
-    runtime = Runtime(on_event=lambda event: states.append(tensors(model)))
+    runtime = Runtime(on_event=lambda event: states.append(state(model)))
     with pytest.raises(TrainingError, match=rf"step {at} \(epoch {at // 4}\).*the loss is nan.*before step {back};"):
         train(model, some_batches(4), replace(SHORT, epochs=3), task=Task(loss=loss), runtime=runtime)
-    assert len(states) == back + 1 and same(tensors(model), states[-1])
+    assert len(states) == back + 1 and same(state(model), states[-1])
 
 
 # teachers
@@ -138,7 +131,7 @@ def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypat
 def test_a_step_has_the_temperature_and_the_weight_of_its_settings() -> None:
     flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))  # noqa: E731
     teacher, batch = flat().train(), some_batches(1)[0]
-    before = tensors(teacher)
+    before = state(teacher)
     for weight, heat in ((0.9, 4.0), (0.5, 1.0)):
         model = flat()
         output, target = model(batch[0]), teacher(batch[0])
@@ -147,7 +140,7 @@ def test_a_step_has_the_temperature_and_the_weight_of_its_settings() -> None:
         config = replace(SHORT, warmup_epochs=0, kd_weight=weight, kd_temperature=heat)
         (record,) = train(model, [batch], config, teacher=teacher)
         assert record.loss == pytest.approx(right.item(), rel=1e-4)
-    assert same(before, tensors(teacher)) and teacher.training
+    assert same(before, state(teacher)) and teacher.training
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
@@ -172,7 +165,7 @@ def test_an_own_optimizer_has_the_schedule_of_the_settings_and_groups_their_rati
         F.cross_entropy(twin(x), y, label_smoothing=SHORT.label_smoothing).backward()
         by_hand.step()
         by_hand.zero_grad()
-    for own, other in zip(tensors(model), tensors(twin), strict=True):
+    for own, other in zip(state(model).values(), state(twin).values(), strict=True):
         torch.testing.assert_close(own, other)
 
 
