@@ -376,8 +376,8 @@ class Averaging(Plain):
 
 def summed() -> nn.Module:
     """The first gradient into its stem is one number for many places, which nothing can be added to in place."""
-    layers = {"conv": nn.Conv2d(3, 8, 3, padding=1), "norm": nn.BatchNorm2d(8), "fc": nn.Linear(8, 5)}
-    return Toy(lambda m, x: m.fc(m.norm(m.conv(x)).sum(dim=(2, 3))), **layers)
+    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    return Toy(lambda m, x: m.fc(m.first(x).sum(dim=(2, 3))), first=first, fc=nn.Linear(8, 5))
 
 
 def images(*sizes: int) -> list[tuple[Tensor, Tensor]]:
