@@ -219,7 +219,7 @@ def deviations() -> str:
 # pruned networks
 
 PRUNED = (  # network, data; results, runs or a folder of checkpoints/, variant; ms of benchmarks/speedup.py
-    ("`resnet18`, Tiny-ImageNet", "judge.jsonl", "resnet18-50-test", "dmcp taught", "42.7 → 24.3", "4.8 → 4.5"),
+    ("`resnet18`, Tiny-ImageNet", "judge.jsonl", "resnet18-50-test", "dmcp taught", "42.7 → 24.3 ms", "4.8 → 4.5 ms"),
     ("`cifar:resnet20`, CIFAR-10, default", "prune-resnet20.jsonl", "cifar-resnet20-50", "dmcp", "1.05 ×", ""),
     ("`cifar:resnet20`, CIFAR-10", "main.json", "", "dmcp at 50%", "", ""),
 )
@@ -227,7 +227,7 @@ PRUNED = (  # network, data; results, runs or a folder of checkpoints/, variant;
 
 def pruned() -> str:
     """Networks that were trained here, with the widths of their first seed."""
-    cells = [["network, data", "MACs, %", "accuracy, %", "unpruned, %", "CPU, ms", "H200, ms", "widths, first seed"]]
+    cells = [["network, data", "MACs, %", "accuracy, %", "unpruned, %", "CPU", "H200", "widths, first seed"]]
     for name, file, runs, variant, *speeds in PRUNED:
         rows = tested(file, runs)
         own = sorted((row for row in rows if row["name"] == variant), key=lambda row: int(row["seed"]))
