@@ -40,6 +40,7 @@ from dmcp.widths import Widths
 
 LOG, TIMES, REPORT = "log.jsonl", "times.jsonl", "report.md"
 INPUT = "input.json"  # how images become inputs
+STARTS = "starts"  # of the settings: when the run began and went on, and on what
 START = (LATENCY_FILE, INPUT, SETTINGS, LOG)  # what a run begins with; without settings it has not begun
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
@@ -321,7 +322,7 @@ class PastRun:
 
     folder: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
-    started: float = 0.0  # seconds since 1970
+    started: datetime
     search: tuple[SearchRecord, ...] = ()
     training: Mapping[str, tuple[StepRecord, ...]] = field(default_factory=dict)  # by network
     rows: tuple[Row, ...] = ()  # networks that were tested
@@ -397,7 +398,7 @@ class PastRun:
             "accuracy": result.accuracy if result and math.isfinite(result.accuracy) else None,
             "macs": result.macs if result else None,
             "macs_share": self.share("macs"),
-            "started": datetime.fromtimestamp(self.started).isoformat(" ", "minutes"),
+            "started": f"{self.started:%Y-%m-%d %H:%M}",
         }
 
 
@@ -405,10 +406,13 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
     """A run as far as it can be read, of its log the last `tail` lines or all; only what is no run is refused."""
     if not is_run(folder):
         raise FileError(f"{folder}: not a run: give a folder that dmcp prune, search or train has made.")
-    found: dict[str, Any] = {"folder": folder, "running": io.is_locked(folder), "started": folder.stat().st_mtime}
     path = folder / SETTINGS
+    changed = datetime.fromtimestamp((path if path.is_file() else folder).stat().st_mtime).astimezone()
+    found: dict[str, Any] = {"folder": folder, "running": io.is_locked(folder), "started": changed}
     try:
-        found |= {"settings": read_json(path), "started": path.stat().st_mtime}
+        found["settings"] = read_json(path)
+        for start in [*found["settings"].get(STARTS, ())][:1]:
+            found["started"] = datetime.fromisoformat(start).astimezone()
         path = folder / LOG
         found |= _read_log(folder, tail)
         if (path := folder / WIDTHS).is_file():
