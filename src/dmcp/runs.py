@@ -281,7 +281,10 @@ def save_search(result: SearchResult, folder: Path) -> None:
 
 
 def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchResult:
-    """The search of a run; `graph` is traced from the unpruned model, freshly built."""
+    """What the search of a run found, for `expected` and `direct`; `graph`: traced from the unpruned model as it was.
+
+    The file has `alphas` (S, G-1) and group `sizes` (S, G), which are 0 behind the end of a short chain.
+    """
     folder = Path(folder)
     try:
         known = from_plain(_Facts, read_json(folder / SEARCH))
@@ -289,7 +292,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     except (TypeError, ValueError) as error:
         raise FileError(f"{folder}: {SEARCH} or {LOG} are not of a search of this version: {quote(error)}.") from None
     if (known.fingerprint, known.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
-        raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
+        raise WidthsError(f"{folder}: this search was of other spaces: build and trace the model as it was.")
     if (folder / LATENCY_FILE).exists():
         graph = Latency.load(folder / LATENCY_FILE).attach(graph)
     alphas, sizes = _chains(folder / ALPHAS, len(graph.spaces), known.sha256)
