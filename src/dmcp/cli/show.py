@@ -233,11 +233,11 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         facts = result_facts(run, job.graph, kept[run.name], job.replaced)
         facts["recorded_accuracy"] = recorded.accuracy if recorded else None
-        print_json(facts | {"networks": [asdict(row) for row in rows]})
-    else:
-        print(
-            results_table(rows, job.graph), *([f"- the run recorded {score(recorded)}"] if recorded else []), sep="\n"
-        )
+        print_json(facts | {"networks": [asdict(row)]})
+        return
+    print(results_table(rows, job.graph))
+    if recorded:
+        print(f"- the run recorded {score(recorded)}")
 
 
 def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None:
