@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -79,13 +80,18 @@ def test_results_are_plain_data(
     pruned: tuple[Path, str], graph: dmcp.ChannelGraph, capsys: Capture, tmp_path: Path
 ) -> None:
     folder, printed = pruned
-    code, out, _ = run(capsys, "evaluate", str(folder), "--device", "cpu", "--json")
+    code, out, err = run(capsys, "evaluate", str(folder), "--device", "cpu", "--json")
     data = json.loads(out)
     (row,) = data["networks"]
     accuracy = f"{100 * row['accuracy']:.2f}%"
-    assert code == 0 and [f"{row['macs']:,}", f"{row['params']:,}", accuracy] == table(printed)["dmcp"][:3]
+    assert (code, err) == (0, "") and [f"{row['macs']:,}", f"{row['params']:,}", accuracy] == table(printed)["dmcp"][:3]
     assert data["widths"] == read_widths(folder) and data["folder"] == str(folder)
-    assert data["macs_share"] == data["macs"] / graph.macs()
+    assert data["macs_share"] == data["macs"] / graph.macs() and data["recorded_accuracy"] == row["accuracy"]
+    other = shutil.copytree(folder, tmp_path / "other")
+    text = (other / "log.jsonl").read_text().replace(f'"accuracy": {row["accuracy"]}', '"accuracy": 0.875')
+    (other / "log.jsonl").write_text(text)
+    code, out, err = run(capsys, "evaluate", str(other), "--device", "cpu")
+    assert (code, err.count("\n")) == (0, 1) and "not those of the run" in err and "recorded 87.50%" in out
     code, out, err = run(capsys, "prune", *SHORT, "--json", "--out", str(tmp_path / "run"))
     data = json.loads(out)
     assert (code, err, data["search_steps"], len(data["expected_shares"])) == (0, "", 2, 1)

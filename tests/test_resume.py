@@ -13,16 +13,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from test_checkpoint import saved_step
 from test_datasets import write_photos
 from typed import command
 
+import dmcp
+from dmcp.runs import read_run
 from dmcp.runtime.io import LOCK, Lock
 
 NET = """
@@ -279,3 +283,8 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
         (run / "settings.json").write_text(settings)
     assert typed(*PRUNE, "--resume", run) == 0  # the same once more is no contradiction
     assert_same(run, whole)
+    (began, first), (went_on, second) = json.loads((run / "settings.json").read_text())["starts"].items()
+    here = {"dmcp": dmcp.__version__, "torch": torch.__version__, "threads": torch.get_num_threads(), "processes": 1}
+    assert first.items() >= here.items() and first | {"log_lines": 20} == second
+    times = [datetime.fromisoformat(it) for it in (began, went_on)]
+    assert times[0] < times[1] <= datetime.now(UTC) and read_run(run).started == times[0]

@@ -20,7 +20,7 @@ import dmcp
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
-from dmcp.runs import Run, free_folder, list_runs, load_search, read_run, read_runs, save_search
+from dmcp.runs import Run, free_folder, list_runs, read_run, read_runs, save_search
 from dmcp.runtime.io import Lock
 from dmcp.training import Event
 
@@ -116,7 +116,7 @@ def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
     small = dmcp.load(run.folder, Residual(**Residual.FULL))
     x = torch.randn(2, *result.graph.input_shape)
     assert torch.equal(small.eval()(x), result.model.eval()(x))
-    found = load_search(run.folder, result.graph)
+    found = dmcp.load_search(run.folder, result.graph)
     assert torch.equal(found.alphas, result.search.alphas)
     assert (found.log, found.budget) == (result.search.log, result.search.budget)
     assert dmcp.expected(found) == result.widths
@@ -143,18 +143,18 @@ EDITED: list[tuple[dict[str, Any], type[DmcpError]]] = [
 def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -> None:
     found, path = pruned()[0].search, tmp_path / "search.json"
     with pytest.raises(FileError):  # there is none
-        load_search(tmp_path, found.graph)
+        dmcp.load_search(tmp_path, found.graph)
     for process in (CHAIN, INDEPENDENT):
         save_search(replace(found, process=process), tmp_path)
-        assert load_search(tmp_path, found.graph).process is process
+        assert dmcp.load_search(tmp_path, found.graph).process is process
     facts = json.loads(path.read_text())
     other = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Conv2d(4, 2, 1))
     with pytest.raises(WidthsError):
-        load_search(tmp_path, dmcp.trace(other, sample((3, 4, 4)).float()))
+        dmcp.load_search(tmp_path, dmcp.trace(other, sample((3, 4, 4)).float()))
     for changes, error in EDITED:
         path.write_text(json.dumps(facts | changes))
         with pytest.raises(error):
-            load_search(tmp_path, found.graph)
+            dmcp.load_search(tmp_path, found.graph)
 
 
 def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
     path, alphas, sizes = tmp_path / "search.safetensors", found.alphas, found.sizes
     path.write_bytes(path.read_bytes().replace(alphas.numpy().tobytes(), (alphas + 1).numpy().tobytes()))
     with pytest.raises(FileError, match="changed since"):
-        load_search(tmp_path, found.graph)
+        dmcp.load_search(tmp_path, found.graph)
     facts = json.loads((tmp_path / "search.json").read_text())
     empty, large = sizes.clone(), sizes.clone()
     empty[0, 0], large[0, 0] = 0, 1000
@@ -171,7 +171,7 @@ def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for wrong in (*tables, {"alphas": alphas * float("nan"), "sizes": sizes}, {"sizes": sizes}):
         write_alphas(tmp_path, wrong, facts)
         with pytest.raises(FileError, match="chains"):
-            load_search(tmp_path, found.graph)
+            dmcp.load_search(tmp_path, found.graph)
 
 
 # reading

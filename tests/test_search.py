@@ -133,6 +133,8 @@ def test_where_the_alphas_start() -> None:
         net.alpha.copy_(given)
     result = search(net, init="given", warmup=0, epochs=1, alpha_lr=0, alpha_min_lr=0)
     assert torch.equal(result.alphas, given)
+    widths = CHAIN.sample(given, result.sizes, 100_000, torch.Generator().manual_seed(0)).double().mean(dim=0)
+    assert result.log[-1].widths == pytest.approx(widths.tolist(), abs=0.05)
 
 
 # settings
@@ -144,7 +146,7 @@ def test_warmup_trains_weights_only_and_schedules_follow_the_paper() -> None:
     assert loader.epochs == [0, 1, 2, 3] and tuple(seen) == result.log
     assert [record.step for record in result.log] == list(range(8))  # two steps for three batches
     warm, both = result.log[:4], result.log[4:]
-    assert all(record.ratios is None and record.alpha_lr is None for record in warm)
+    assert all(record.ratios is record.widths is record.alpha_lr is None for record in warm)
     assert result.log[0].lr == pytest.approx(0.2 * 8 / 1024)
     assert result.log[4].lr == pytest.approx((0.2 + 0.02) / 2 * 8 / 1024)
     assert [record.alpha_lr for record in both] == pytest.approx([0.5, 0.441421, 0.3, 0.158579], rel=1e-5)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dmcp.latency import Latency, measure_latency
     from dmcp.losses import LowerIsBetter
     from dmcp.pruning import Loaders, PruneResult, prune
+    from dmcp.runs import load_search
     from dmcp.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.config import SearchResult
     from dmcp.searching.search import Searcher, search
@@ -59,15 +60,15 @@ __all__ = [
     "DmcpError", "Engine", "Event", "FileError", "Latency", "LatencyConfig", "Loaders", "LowerIsBetter", "PruneResult",
     "Retrain", "Runtime", "SearchConfig", "SearchResult", "Searcher", "StoppedError", "Supernet", "Task", "TraceError",
     "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate", "expected",
-    "export", "load", "measure_latency", "paper", "parse_budget", "prune", "quantize", "random_widths", "recalibrate",
-    "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
+    "export", "load", "load_search", "measure_latency", "paper", "parse_budget", "prune", "quantize", "random_widths",
+    "recalibrate", "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
 ]
 _NAMES = {  # module -> what it gives
     "budget": "Budget", "calibration": "recalibrate", "checkpoint": "Checkpointer",
     "cutting": "cut reinitialize verify",
     "errors": "BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError WidthsError",
     "exporting": "export quantize", "latency": "Latency measure_latency",
-    "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune",
+    "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune", "runs": "load_search",
     "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",
     "searching.search": "Searcher search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",
     "storage": "load save", "supernet": "Supernet", "tracing.graph": "ChannelGraph", "tracing.rules": "RULES",

@@ -40,6 +40,7 @@ from dmcp.widths import Widths
 
 LOG, TIMES, REPORT = "log.jsonl", "times.jsonl", "report.md"
 INPUT = "input.json"  # how images become inputs
+STARTS = "starts"  # of the settings: when the run began and went on, and on what
 START = (LATENCY_FILE, INPUT, SETTINGS, LOG)  # what a run begins with; without settings it has not begun
 CHECKPOINTS = "checkpoints"  # a folder in it for each stage, until the run is done
 SEARCH, ALPHAS = "search.json", "search.safetensors"
@@ -280,7 +281,10 @@ def save_search(result: SearchResult, folder: Path) -> None:
 
 
 def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchResult:
-    """The search of a run; `graph` is traced from the unpruned model, freshly built."""
+    """What the search of a run found, for `expected` and `direct`; `graph`: traced from the unpruned model as it was.
+
+    The file has `alphas` (S, G-1) and group `sizes` (S, G), which are 0 behind the end of a short chain.
+    """
     folder = Path(folder)
     try:
         known = from_plain(_Facts, read_json(folder / SEARCH))
@@ -288,7 +292,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     except (TypeError, ValueError) as error:
         raise FileError(f"{folder}: {SEARCH} or {LOG} are not of a search of this version: {quote(error)}.") from None
     if (known.fingerprint, known.spaces) != (graph.fingerprint, tuple(space.name for space in graph.spaces)):
-        raise WidthsError(f"{folder}: this search was of another architecture than the model: build it as it was.")
+        raise WidthsError(f"{folder}: this search was of other spaces: build and trace the model as it was.")
     if (folder / LATENCY_FILE).exists():
         graph = Latency.load(folder / LATENCY_FILE).attach(graph)
     alphas, sizes = _chains(folder / ALPHAS, len(graph.spaces), known.sha256)
@@ -321,7 +325,7 @@ class PastRun:
 
     folder: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
-    started: float = 0.0  # seconds since 1970
+    started: datetime
     search: tuple[SearchRecord, ...] = ()
     training: Mapping[str, tuple[StepRecord, ...]] = field(default_factory=dict)  # by network
     rows: tuple[Row, ...] = ()  # networks that were tested
@@ -397,7 +401,7 @@ class PastRun:
             "accuracy": result.accuracy if result and math.isfinite(result.accuracy) else None,
             "macs": result.macs if result else None,
             "macs_share": self.share("macs"),
-            "started": datetime.fromtimestamp(self.started).isoformat(" ", "minutes"),
+            "started": f"{self.started:%Y-%m-%d %H:%M}",
         }
 
 
@@ -405,10 +409,13 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
     """A run as far as it can be read, of its log the last `tail` lines or all; only what is no run is refused."""
     if not is_run(folder):
         raise FileError(f"{folder}: not a run: give a folder that dmcp prune, search or train has made.")
-    found: dict[str, Any] = {"folder": folder, "running": io.is_locked(folder), "started": folder.stat().st_mtime}
     path = folder / SETTINGS
+    changed = datetime.fromtimestamp((path if path.is_file() else folder).stat().st_mtime).astimezone()
+    found: dict[str, Any] = {"folder": folder, "running": io.is_locked(folder), "started": changed}
     try:
-        found |= {"settings": read_json(path), "started": path.stat().st_mtime}
+        found["settings"] = read_json(path)
+        for start in [*found["settings"].get(STARTS, ())][:1]:
+            found["started"] = datetime.fromisoformat(start).astimezone()
         path = folder / LOG
         found |= _read_log(folder, tail)
         if (path := folder / WIDTHS).is_file():

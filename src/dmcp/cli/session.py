@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -11,10 +12,13 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ from dmcp.data.datasets import NAMES as DATA
 from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, preprocessing, split, usual_size
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
-from dmcp.latency import LATENCY_FILE, Latency
+from dmcp.latency import LATENCY_FILE, Latency, device_name
 from dmcp.losses import check_range
 from dmcp.modules import kept_modes
 from dmcp.preflight import check_classifier, check_forward
@@ -41,7 +45,7 @@ from dmcp.progress import phase
 from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import INPUT, LOG, REPLACED, SETTINGS, START, Run, free_folder, refuse_taken, slug
+from dmcp.runs import INPUT, LOG, REPLACED, SETTINGS, START, STARTS, Run, free_folder, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, join, leave
 from dmcp.runtime.engine import best_device
 from dmcp.runtime.io import LOCK, Lock
@@ -413,6 +417,8 @@ def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
             raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
         if resume:
             run.rewind()
+            stored = read_json(run.folder / SETTINGS)
+            run.write(SETTINGS, stored | {STARTS: stored.get(STARTS, {}) | _start(run, job)})
         else:
             refuse_taken(run.folder)  # now that it is ours
             (run.folder / LATENCY_FILE).unlink(missing_ok=True)  # of a run that was killed as it began
@@ -434,12 +440,39 @@ def _begin(run: Run, job: Job) -> None:
         "classes": job.data.classes,
         "shape": list(job.data.shape),
         "unpruned": {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)},
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "dmcp": __version__},
+        STARTS: _start(run, job),
         "argv": sys.argv,
     }
     table = Latency.of(graph)
     first = {} if table is None else {LATENCY_FILE: table.to_json()}
     run.write_all(first | {INPUT: preprocessing(job.data), SETTINGS: job.config.to_json() | facts, LOG: ""})
+
+
+def _start(run: Run, job: Job) -> dict[str, Any]:
+    """When a run begins or goes on, after how many lines of its log, and what it runs on; nothing compares this."""
+    facts = {
+        "log_lines": run.lines(),
+        "dmcp": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,  # which also names its CUDA
+        **{name: version(name) for name in ("torchvision", "numpy")},
+        "device": device_name(str(device_of(job.model))),
+        "threads": torch.get_num_threads(),
+        "processes": current().size,
+    }
+    return {datetime.now(UTC).isoformat(timespec="milliseconds"): facts}
+
+
+@functools.cache
+def _commit() -> str:
+    """The commit of the clone that this file is in, marked where it was changed; empty if there is none."""
+    root = Path(__file__).parents[3]
+    words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
+    with contextlib.suppress(OSError):  # no git
+        if (root / ".git").exists():
+            return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 # signals

@@ -29,7 +29,7 @@ from dmcp.latency import measure_latency
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import compare, results_table, score
-from dmcp.runs import EXPORTED, INPUT, SEARCH, Run, list_runs, load_search, read_json, read_runs
+from dmcp.runs import EXPORTED, INPUT, SEARCH, Run, list_runs, load_search, read_json, read_run, read_runs
 from dmcp.runtime.io import plain
 from dmcp.searching.config import extremes
 from dmcp.settings import LatencyConfig
@@ -42,6 +42,8 @@ from dmcp.widths import Widths
 
 _BATCH = 64  # of images whose ranges and accuracy 8 bits need
 _LISTED = 20  # lines of each list about data
+_TAIL = 100  # lines of a log that have its tested networks
+_ROUNDING = 0.001  # of an accuracy, on another device
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -214,6 +216,7 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: b
 def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     """dmcp evaluate; changes: settings that are not those of the run."""
     _, config = _read_done(run, WIDTHS)
+    same_data = changes.get("data", config.data) == config.data
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
     session.check_data_is_here(run, config)
     job = session.open_job(config)
@@ -222,11 +225,19 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     with progress.showing(False if as_json else None):
         rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
     log(*session.describe_replaced(job.replaced))
+    row, recorded = rows[0], read_run(run, _TAIL).result if same_data else None
+    if recorded and (recorded.samples, recorded.params, recorded.own_metric) != (row.samples, row.params, False):
+        recorded = None
+    if recorded and abs(row.accuracy - recorded.accuracy) > max(_ROUNDING, 1.5 / row.samples):  # more than an image
+        log(f"The run recorded {score(recorded)}: code, data or weights are not those of the run.")
     if as_json:
         facts = result_facts(run, job.graph, kept[run.name], job.replaced)
-        print_json(facts | {"networks": [asdict(row) for row in rows]})
-    else:
-        print(results_table(rows, job.graph))
+        facts["recorded_accuracy"] = recorded.accuracy if recorded else None
+        print_json(facts | {"networks": [asdict(row)]})
+        return
+    print(results_table(rows, job.graph))
+    if recorded:
+        print(f"- the run recorded {score(recorded)}")
 
 
 def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None:

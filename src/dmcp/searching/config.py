@@ -86,6 +86,7 @@ class SearchRecord:
     task_loss: float | None = None
     budget_loss: float | None = None
     ratios: tuple[float, ...] | None = None  # expected cost over target, per limit
+    widths: tuple[float, ...] | None = None  # expected ones, to 0.01, in the order of graph.spaces
 
     @property
     def losses(self) -> dict[str, tuple[float, ...]]:
@@ -129,7 +130,7 @@ class Step:
     record: SearchRecord  # without them
     samples: int  # of this rank
     weight_losses: Tensor | None
-    moved: tuple[Tensor | None, Tensor, Tensor] | None  # task loss, budget loss, ratios
+    moved: tuple[Tensor | None, Tensor, Tensor, Tensor] | None  # task loss, budget loss, ratios, expected widths
 
     def read(self, world: World) -> SearchRecord:
         """The whole record, means over all ranks; waits for the device."""
@@ -141,7 +142,8 @@ class Step:
         if self.weight_losses is not None:
             found = replace(found, weight_losses=tuple(mean(self.weight_losses)))
         if self.moved is not None:
-            task, budget, ratios = self.moved
+            task, budget, ratios, widths = self.moved
             found = replace(found, budget_loss=budget.item(), ratios=tuple(ratios.tolist()))
             found = replace(found, task_loss=None if task is None else mean(task)[0])
+            found = replace(found, widths=tuple(round(it, 2) for it in widths.tolist()))
         return found

@@ -47,6 +47,7 @@ class ArchRecord(NamedTuple):
     task_loss: Tensor | None  # () or None where the task loss does not move the alphas
     budget_loss: Tensor  # ()
     ratios: Tensor  # expected cost over target, per limit. (L,)
+    widths: Tensor  # expected ones. (S,)
 
 
 def weight_step(
@@ -136,10 +137,12 @@ def arch_gradient(setup: Setup, batches: Sequence[Any], forward: Forward | None 
             torch.autograd.backward(value * (size_of(batch) / samples))
             task.append(value.detach())
         mean_gradients([net.alpha], samples, setup.world)
-        seen = ratios(setup.budget, net.graph, chains.marginals(net.alpha), chains.sizes, chains.process)
+        kept = chains.marginals(net.alpha)
+        seen = ratios(setup.budget, net.graph, kept, chains.sizes, chains.process)
         excess = budget_loss(seen, config.tolerance)
         torch.autograd.backward(config.budget_weight * excess)
-    return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach())
+    widths = chains.process.moment(kept.detach(), chains.sizes, 1)
+    return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach(), widths)
 
 
 def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
