@@ -74,6 +74,9 @@ def extremes(graph: ChannelGraph, sizes: Tensor) -> tuple[Widths, Widths]:
     return graph.widths(sizes[:, 0].tolist()), graph.widths(sizes.sum(dim=1).tolist())
 
 
+_WIDTHS_EVERY = 10  # steps: there may be many spaces, and 100,000 steps
+
+
 @dataclass(frozen=True)
 class SearchRecord:
     """Losses and learning rates of one search step; None for what it did not do."""
@@ -86,7 +89,7 @@ class SearchRecord:
     task_loss: float | None = None
     budget_loss: float | None = None
     ratios: tuple[float, ...] | None = None  # expected cost over target, per limit
-    widths: tuple[float, ...] | None = None  # expected ones, to 0.01, in the order of graph.spaces
+    widths: tuple[float, ...] | None = None  # expected ones in every tenth step, to 0.01, in the order of graph.spaces
 
     @property
     def losses(self) -> dict[str, tuple[float, ...]]:
@@ -145,5 +148,6 @@ class Step:
             task, budget, ratios, widths = self.moved
             found = replace(found, budget_loss=budget.item(), ratios=tuple(ratios.tolist()))
             found = replace(found, task_loss=None if task is None else mean(task)[0])
-            found = replace(found, widths=tuple(round(it, 2) for it in widths.tolist()))
+            if found.step % _WIDTHS_EVERY == 0:
+                found = replace(found, widths=tuple(round(it, 2) for it in widths.tolist()))
         return found
