@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import LossScore, check_metric, classification_loss, distillation_loss, score_by, top1
+from dmcp.losses import check_metric, classification_loss, distillation_loss, score_by, top1
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 # losses
@@ -115,9 +115,9 @@ def test_outputs_without_classes_and_batches_without_labels_are_refused() -> Non
 def test_without_a_metric_an_own_loss_is_the_score_unless_labels_are_class_numbers() -> None:
     assert score_by(F.mse_loss, SCORES, (None, RIGHT)) is None
     for labels in (*ODD, torch.eye(3)[RIGHT]):  # at last multi-hot
-        assert score_by(F.mse_loss, SCORES, (None, labels)) == LossScore(F.mse_loss)
+        assert score_by(F.mse_loss, SCORES, (None, labels)) == dmcp.LowerIsBetter(F.mse_loss, is_loss=True)
     for output, batch in ((SCORES[:, :1], (None, RIGHT)), (SCORES, SCORES)):  # one output; no labels
-        assert score_by(F.mse_loss, output, batch) == LossScore(F.mse_loss)
+        assert score_by(F.mse_loss, output, batch) == dmcp.LowerIsBetter(F.mse_loss, is_loss=True)
 
 
 # metrics of a whole data set

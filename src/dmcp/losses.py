@@ -161,23 +161,20 @@ class LowerIsBetter:
     """A metric of which little is good, such as an error; tables and methods know."""
 
     metric: Metric
+    is_loss: bool = False  # the loss of the training, as there is no other metric
 
     def __call__(self, output: Any, batch: Any) -> Any:
         assert callable(self.metric)
         return self.metric(output, batch)
 
 
-class LossScore(LowerIsBetter):
-    """The loss as the metric, where there is no other."""
-
-
-def score_by(loss: Loss, output: Any, batch: Any) -> LossScore | None:
+def score_by(loss: Loss, output: Any, batch: Any) -> LowerIsBetter | None:
     """The loss as the metric, unless the labels are class numbers and the output has several classes: accuracy."""
     with contextlib.suppress(DmcpError):
         scores, labels = _classes(output, batch)
         if scores.shape[1] > 1 and not labels.is_floating_point():
             return None
-    return LossScore(loss)
+    return LowerIsBetter(loss, is_loss=True)
 
 
 def top1(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -243,13 +240,18 @@ def mean(
         with _noted("metric(output, batch) -> (sum, count), or the loss where no metric= is given"):
             found = metric(output, batch)
         try:
-            value, count = found if isinstance(found, tuple | list) else (found * size_of(batch), size_of(batch))
+            value, count = sum_and_count(found, batch)
             total += torch.stack([torch.as_tensor(it, device=device).to(total) for it in (value, count)])
         except (TypeError, ValueError, RuntimeError) as error:
             raise TrainingError(f"A metric must return (sum, count) or a mean, numbers, not {found!r:.50}.") from error
     summed, answers = sum_values(total, world).tolist()
     _refuse_none(answers)
     return summed / answers, answers
+
+
+def sum_and_count(found: Any, batch: Any) -> Any:
+    """What a metric gave of a batch, as a pair: a number is the mean of its samples."""
+    return found if isinstance(found, tuple | list) else (found * size_of(batch), size_of(batch))
 
 
 def _refuse_none(samples: float | Tensor) -> None:

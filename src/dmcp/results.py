@@ -15,7 +15,7 @@ from torch import nn
 
 from dmcp.batches import Loader, device_of, size_of
 from dmcp.exporting import turn_times
-from dmcp.losses import LossScore, LowerIsBetter, Metric
+from dmcp.losses import LowerIsBetter, Metric
 from dmcp.modules import call_model, kept_modes
 from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
@@ -52,7 +52,7 @@ def make_row(name: str, net: nn.Module, loader: Loader, metric: Metric | None, *
     """A network of the table, tested; `costs` are further fields of the row."""
     accuracy, samples = evaluate_counted(net, loader, metric)
     known = {"macs": 0, "params": sum(parameter.numel() for parameter in net.parameters()), "samples": samples} | costs
-    kind = {"lower_is_better": isinstance(metric, LowerIsBetter), "is_loss": isinstance(metric, LossScore)}
+    kind = {"lower_is_better": isinstance(metric, LowerIsBetter), "is_loss": getattr(metric, "is_loss", False)}
     return Row(name, accuracy=accuracy, own_metric=metric is not None, **known, **kind)
 
 
