@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import FewBatches, batches_from, check_parts
+from dmcp.batches import FewBatches, batches_from, check_parts, input_of
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
@@ -26,6 +26,11 @@ def test_samplers_that_repeat_are_seen() -> None:
     check_parts(loader(21), SINGLE_PROCESS)
     with pytest.raises(DataError, match="repeats samples"):
         check_parts(loader(21), World(0, 2))
+
+
+def test_a_dict_with_other_keys_is_told_which() -> None:
+    with pytest.raises(DataError, match=r"'image', 'target': .*pixel_values"):
+        input_of({"image": torch.zeros(2), "target": torch.zeros(2)})
 
 
 def test_few_batches_are_the_first_of_each_epoch_of_the_loader() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import check_metric, classification_loss, distillation_loss, top1
+from dmcp.losses import check_metric, classification_loss, distillation_loss, score_by, top1
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 # losses
@@ -112,6 +112,14 @@ def test_outputs_without_classes_and_batches_without_labels_are_refused() -> Non
         dmcp.evaluate(nn.Identity(), [torch.randn(3, 3)])
 
 
+def test_without_a_metric_an_own_loss_is_the_score_unless_labels_are_class_numbers() -> None:
+    assert score_by(F.mse_loss, SCORES, (None, RIGHT)) is None
+    for labels in (*ODD, torch.eye(3)[RIGHT]):  # at last multi-hot
+        assert score_by(F.mse_loss, SCORES, (None, labels)) == dmcp.LowerIsBetter(F.mse_loss, is_loss=True)
+    for output, batch in ((SCORES[:, :1], (None, RIGHT)), (SCORES, SCORES)):  # one output; no labels
+        assert score_by(F.mse_loss, output, batch) == dmcp.LowerIsBetter(F.mse_loss, is_loss=True)
+
+
 # metrics of a whole data set
 
 
@@ -163,11 +171,18 @@ def test_functions_of_the_user_say_how_they_are_called() -> None:
         def update(self, preds: Tensor, target: Tensor) -> None:
             self.matrix += (preds.argmax(dim=1) == target.flatten()).sum()
 
-    wrong = [lambda output, y: (output.argmax(1) - y, 1), lambda output, batch: 0.5, lambda output, batch: (output, 1)]
-    for metric in (Named(2), *wrong):
+    for metric in (Named(2), lambda output, y: (output.argmax(1) - y, 1)):
         with pytest.raises((AttributeError, RuntimeError, TypeError)) as error:
             dmcp.evaluate(Echo(), BATCHES, metric)
         assert "(output, batch)" in error.value.__notes__[0]
+
+
+def test_a_metric_gives_sum_and_count_or_the_mean_of_a_batch() -> None:
+    for given in (lambda output, batch: (output[:, 1].sum(), len(output)), lambda output, batch: output[:, 1].mean()):
+        assert dmcp.evaluate(Echo(), BATCHES, given) == 0.5  # of batches of 3, 1 and 0 samples
+    for wrong in (None, (1, 2, 3), ("1", 2), torch.ones(2), (torch.ones(2), 1)):
+        with pytest.raises(TrainingError, match=r"\(sum, count\)"):
+            dmcp.evaluate(Echo(), BATCHES, lambda output, batch, wrong=wrong: wrong)
 
 
 def test_an_object_on_several_ranks_must_say_that_it_gathers() -> None:
@@ -182,7 +197,8 @@ def test_an_object_on_several_ranks_must_say_that_it_gathers() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda it: {"out": it, "aux": it + 1}, lambda it: SimpleNamespace(logits=it, loss=None)]
+    "wrap",
+    [lambda it: {"out": it, "aux": it + 1}, lambda it: SimpleNamespace(logits=it, loss=None), lambda it: (it, it + 1)],
 )
 def test_scores_in_an_output_of_several_parts_are_found(wrap: Any) -> None:
     scores, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import Residual, same, state
+from nets import Residual, Toy, same, state
 from test_pruning import Noise, prune, traced
 from torch import Tensor, nn
 
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "a number as test": (DataError, lambda: {"val_loader": 3}),
     "test labels, later": (DataError, lambda: {"val_loader": [*Noise(1), *changed(y=lambda y: y + 1)]}),
     "tests of a generator": (DataError, lambda: {"val_loader": (it for it in Noise(1)), "baselines": True}),
-    "metric of the wrong kind": (TypeError, lambda: {"task": dmcp.Task(metric=lambda output, batch: 0.5)}),
+    "metric of the wrong kind": (TrainingError, lambda: {"task": dmcp.Task(metric=lambda output, batch: None)}),
     "metric that fails": (ZeroDivisionError, lambda: {"task": dmcp.Task(metric=lambda output, batch: 1 / 0)}),
     # networks
     "class": (TraceError, lambda: {"model": Residual}),
@@ -139,6 +139,7 @@ def test_the_command_line_takes_classifiers_only() -> None:
     x = torch.randn(2, *Residual.SHAPE)
     check_classifier(traced()[0], x, 5)
     check_classifier(traced()[0], x, 3)  # more outputs than classes
+    check_classifier(Toy(lambda m, x: {"logits": m.net(x)}, net=traced()[0]), x, 5)
     for model, classes in ((traced()[0], 6), (Ages(**Residual.FULL), 5), (nn.Conv2d(3, 5, 1), 5)):
         with pytest.raises(TrainingError, match="classifiers only"):
             check_classifier(model, x, classes)

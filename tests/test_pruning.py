@@ -183,6 +183,8 @@ def test_own_loss_metric_and_batches() -> None:
         head, _, pruned, *_ = result.table.splitlines()
         assert "accuracy" not in head and ("metric (lower is better)" in head) == lower
         assert pruned.split()[-4] == "7" and "points" not in result.table
+    result = prune(loader=batches, val_loader=batches, search=replace(SEARCH, distill=False), task=dmcp.Task(loss=loss))
+    assert result.rows[0].accuracy == dmcp.evaluate(result.model, batches, loss) and "| loss (lower is" in result.table
 
 
 @pytest.mark.parametrize("kind", dmcp.Retrain)

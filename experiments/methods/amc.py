@@ -24,7 +24,7 @@ from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
 from dmcp.errors import TrainingError
 from dmcp.importance import magnitude
-from dmcp.losses import LowerIsBetter, measure, top1, whole_of
+from dmcp.losses import LowerIsBetter, measure, sum_and_count, top1, whole_of
 from dmcp.modules import narrow
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.sampling import FILLED, fit
@@ -278,7 +278,7 @@ def judging(
         def score(batch: Any, subnet: Tensor) -> tuple[Tensor, Any]:
             assert callable(metric)
             with resolved.autocast():
-                value, samples = metric(forward(input_of(batch), subnet), batch)
+                value, samples = sum_and_count(metric(forward(input_of(batch), subnet), batch), batch)
             return value.to(widest(resolved.device)), samples
 
         run = resolved.repeated(score)  # the sub-network is an input: one CUDA graph for all

@@ -173,5 +173,6 @@ def _part(batch: Any, place: int, key: str, other: str) -> Any:
     try:
         return batch[(key if key in batch else other) if isinstance(batch, Mapping) else place]
     except (KeyError, IndexError, TypeError):
-        needs = 'a batch must be (input, labels) or a dict with "input" and "label"'
-        raise DataError(f"This {type(batch).__name__} has no {key}: {needs}.") from None
+        needs = '(input, labels), or a dict with "input" and "label" or "pixel_values" and "labels"'
+        keys = f", but {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
+        raise DataError(f"This {type(batch).__name__} has no {key}{keys}: a batch must be {needs}.") from None

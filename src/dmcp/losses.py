@@ -20,7 +20,7 @@ from dmcp.modules import tensors_in
 from dmcp.runtime.distributed import World, gather, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
-MeanMetric = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, batch) -> (sum over the samples, their count)
+MeanMetric = Callable[[Any, Any], Any]  # (output, batch) -> (sum over the samples, their count), or the mean
 
 
 class WholeMetric(Protocol):
@@ -115,7 +115,7 @@ def check_fit(labels: Tensor, shape: Sequence[int]) -> None:
     if labels.is_complex() or labels.shape != (shares if labels.is_floating_point() else numbers):
         raise DataError(
             f"The labels are {tuple(labels.shape)} of {labels.dtype}, the network gives {shares}: labels must be class "
-            f"numbers, integers of shape {numbers}, or shares of classes, floats of shape {shares}."
+            f"numbers, integers of shape {numbers}, or shares, floats of shape {shares}; else give loss= and metric=."
         )
 
 
@@ -142,14 +142,15 @@ def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def scores_of(output: Any) -> Tensor | None:
-    """The class scores: the output itself, its `logits` (transformers), or its "out" (torchvision's segmentation)."""
+    """The class scores: the output, its `logits` (transformers) or "out" (torchvision), or the first of a tuple."""
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "out"):
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(found, Tensor):
             return found
-    return None
+    first = next(iter(output), None) if isinstance(output, tuple | list) else None
+    return first if isinstance(first, Tensor) else None
 
 
 # metrics
@@ -160,10 +161,20 @@ class LowerIsBetter:
     """A metric of which little is good, such as an error; tables and methods know."""
 
     metric: Metric
+    is_loss: bool = False  # the loss of the training, as there is no other metric
 
-    def __call__(self, output: Any, batch: Any) -> tuple[Tensor, int]:
+    def __call__(self, output: Any, batch: Any) -> Any:
         assert callable(self.metric)
         return self.metric(output, batch)
+
+
+def score_by(loss: Loss, output: Any, batch: Any) -> LowerIsBetter | None:
+    """The loss as the metric, unless the labels are class numbers and the output has several classes: accuracy."""
+    with contextlib.suppress(DmcpError):
+        scores, labels = _classes(output, batch)
+        if scores.shape[1] > 1 and not labels.is_floating_point():
+            return None
+    return LowerIsBetter(loss, is_loss=True)
 
 
 def top1(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -226,12 +237,21 @@ def mean(
     """The mean of the metric over the answers of all these outputs and batches, and of all ranks; their number."""
     total = torch.zeros(2, dtype=widest(device), device=device)
     for output, batch in pairs:
-        with _noted("metric(output, batch) -> (sum, count)"):
-            value, count = metric(output, batch)
+        with _noted("metric(output, batch) -> (sum, count), or the loss where no metric= is given"):
+            found = metric(output, batch)
+        try:
+            value, count = sum_and_count(found, batch)
             total += torch.stack([torch.as_tensor(it, device=device).to(total) for it in (value, count)])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TrainingError(f"A metric must return (sum, count) or a mean, numbers, not {found!r:.50}.") from error
     summed, answers = sum_values(total, world).tolist()
     _refuse_none(answers)
     return summed / answers, answers
+
+
+def sum_and_count(found: Any, batch: Any) -> Any:
+    """What a metric gave of a batch, as a pair: a number is the mean of its samples."""
+    return found if isinstance(found, tuple | list) else (found * size_of(batch), size_of(batch))
 
 
 def _refuse_none(samples: float | Tensor) -> None:

@@ -22,7 +22,7 @@ from dmcp.batches import (
 )
 from dmcp.checkpoint import untouched
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import Metric, check_fit, check_metric, check_range, distillation_loss, scores_of, whole_of
+from dmcp.losses import Metric, check_fit, check_metric, check_range, distillation_loss, score_by, scores_of, whole_of
 from dmcp.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import make_optimizer
@@ -40,8 +40,8 @@ def preflight(
     teacher: nn.Module | None = None,
     slimmable: bool = False,
     tested: bool = False,
-) -> Any:
-    """Refuse what would fail after hours of work; returns the input of the first batch, on the model's device.
+) -> tuple[Any, Metric | None]:
+    """Refuse what would fail after hours of work; the input of the first batch, on the model's device, and the metric.
 
     loaders: by name; "loader" is the first that is used. networks: how many are tested. slimmable: whether the model
     learns from its own outputs. tested: whether the model is tested next, before the first step.
@@ -72,10 +72,9 @@ def preflight(
     for name, loader in loaders.items():
         if loader is not None and name != "loader":
             with untouched(loader, device_of(model)):
-                for batch in peek(loader) or []:
-                    input_of(batch)
-    try_test(model, val_loader, task.metric, tested)
-    return example
+                for other in peek(loader) or []:
+                    input_of(other)
+    return example, try_test(model, val_loader, task, batch, tested)
 
 
 def first_two(example: Any) -> Any:
@@ -112,10 +111,11 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
         output = _output(unwrap(model), example, train)
         if output is None:  # whoever runs it next says why
             return
-        if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < classes:
+        scores = scores_of(output)
+        if scores is None or scores.ndim != 2 or scores.shape[1] < classes:
             raise TrainingError(
-                f"The network must give one tensor of {len(example)} images x {classes} classes, also in training: the "
-                "command line trains classifiers only; dmcp.prune in Python takes any network."
+                f"The network must give {len(example)} images x {classes} classes (a tensor, logits, or the first of a "
+                "tuple), also in training: the command line trains classifiers only; dmcp.prune in Python takes all."
             )
 
 
@@ -142,28 +142,31 @@ def can_teach(model: nn.Module, example: Any) -> bool:
 
 def classes_of(model: nn.Module, example: Any) -> int:
     """How many classes the network's first output is for, in eval mode; 0 if it has none."""
-    output = _output(unwrap(model), example, train=False)
-    found = scores_of(output)
-    outputs = tensors_in(output) if found is None else [found]
-    return outputs[0].shape[1] if outputs and outputs[0].ndim > 1 else 0
+    scores = scores_of(_output(unwrap(model), example, train=False))
+    return 0 if scores is None or scores.ndim < 2 else scores.shape[1]
 
 
-def try_test(model: nn.Module, loader: Loader, metric: Metric | None, tested: bool = False) -> None:
-    """Test a copy of the model on one batch, so that what is wrong with loader or metric shows now.
+def try_test(model: nn.Module, loader: Loader, task: Task, batch: Any, tested: bool = False) -> Metric | None:
+    """Test a copy of the model on one batch, so that what is wrong with loader or metric shows now; the metric.
 
-    The labels of all batches are looked at, unless everything is tested next.
+    The labels of all batches are looked at, unless everything is tested next. batch: of training, if none can be seen.
     """
-    device, whole = device_of(model), None if metric is None else whole_of(metric)
+    device, metric = device_of(model), task.metric
+    whole = None if metric is None else whole_of(metric)
     with untouched(loader, device):
         if whole is not None:
             check_parts(loader, current())
         batches = peek(loader)
+        seen = on_device((batches or [batch])[0], device)
+        if metric is None and task.loss is not None:
+            metric = score_by(task.loss, _output(unwrap(model), input_of(seen), train=False), seen)
         if batches is None:
-            return
+            return metric
         evaluate(narrow(unwrap(model), {}, {}), batches, metric)
-        if metric is None and not tested and (classes := classes_of(model, on_device(input_of(batches[0]), device))):
+        if metric is None and not tested and (classes := classes_of(model, input_of(seen))):
             for batch in loader:
                 check_range(labels_of(batch), classes)
+    return metric
 
 
 def _output(model: nn.Module, example: Any, train: bool) -> Any:

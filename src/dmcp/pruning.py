@@ -137,7 +137,7 @@ def prune(
     Retraining(TrainConfig(), kind, None if teacher == AUTO else teacher)  # refuses a teacher that is of no use
     guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
     matters = search is None or train is None or teacher == AUTO or kind is Retrain.FINETUNE or not searches
-    example = preflight(
+    example, metric = preflight(
         model,
         {"loader": loaders.search, "arch_loader": loaders.arch, "train_loader": loaders.train},
         val_loader,
@@ -147,7 +147,7 @@ def prune(
         slimmable=kind is Retrain.SLIMMABLE,
         tested=matters,
     )
-    sample, plain = first_two(example), loaders.search
+    sample, plain, task = first_two(example), loaders.search, replace(task, metric=metric)
     with phase("trace", 1) as traced:
         graph = graph or trace(model, sample)
         if graph.exact and searches:

@@ -45,14 +45,15 @@ class Row:
     samples: int = 0  # it was tested on; 0: not known
     own_metric: bool = False  # whether the metric is the user's: a plain number, not a share of right answers
     lower_is_better: bool = False
+    is_loss: bool = False  # whether it is the loss, as there was no metric
 
 
 def make_row(name: str, net: nn.Module, loader: Loader, metric: Metric | None, **costs: Any) -> Row:
     """A network of the table, tested; `costs` are further fields of the row."""
     accuracy, samples = evaluate_counted(net, loader, metric)
     known = {"macs": 0, "params": sum(parameter.numel() for parameter in net.parameters()), "samples": samples} | costs
-    kind = {"own_metric": metric is not None, "lower_is_better": isinstance(metric, LowerIsBetter)}
-    return Row(name, accuracy=accuracy, **known, **kind)
+    kind = {"lower_is_better": isinstance(metric, LowerIsBetter), "is_loss": getattr(metric, "is_loss", False)}
+    return Row(name, accuracy=accuracy, own_metric=metric is not None, **known, **kind)
 
 
 def compare(
@@ -113,7 +114,7 @@ def against(row: Row, other: Row) -> str:
 def score_name(rows: Sequence[Row]) -> str:
     """What the column is called."""
     if any(row.lower_is_better for row in rows):
-        return "metric (lower is better)"
+        return f"{'loss' if rows[0].is_loss else 'metric'} (lower is better)"
     return "metric" if any(row.own_metric for row in rows) else "accuracy"
 
 

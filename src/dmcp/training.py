@@ -63,7 +63,7 @@ class Task:
     """What is learned: the loss, the metric of the test, what makes the optimizer, and fresh weights."""
 
     loss: Loss | None = None  # (output, batch) -> scalar; cross-entropy of the labels
-    metric: Metric | None = None  # (output, batch) -> (sum, count), or reset, update and compute; accuracy
+    metric: Metric | None = None  # (output, batch) -> (sum, count), or reset, update and compute; accuracy, or the loss
     optimizer: MakeOptimizer | None = None  # parameter groups -> optimizer; SGD. Schedules set its learning rate
     fresh: nn.Module | None = None  # for prune: a newly built model, if `reinitialize` has no rule for some tensor
 

@@ -38,7 +38,7 @@ from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, pr
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, device_name
-from dmcp.losses import check_range
+from dmcp.losses import check_range, scores_of
 from dmcp.modules import kept_modes
 from dmcp.preflight import check_classifier, check_forward
 from dmcp.progress import phase
@@ -264,13 +264,13 @@ def check_fit(model: nn.Module, data: DataSets, more: str = "") -> None:
     example = torch.zeros(2, *data.shape, device=device_of(model))
     try:
         with torch.no_grad(), kept_modes(model):
-            output = model.eval()(example)
+            scores = scores_of(model.eval()(example))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"The network cannot take images of {by(data.shape)}{more}: {reason}") from error
-    if isinstance(output, Tensor) and output.ndim >= 2:
+    if scores is not None and scores.ndim >= 2:
         for part in (data.train, data.test):
-            check_range(part.labels, output.shape[1])
+            check_range(part.labels, scores.shape[1])
 
 
 def _loaders(
