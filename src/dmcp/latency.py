@@ -48,7 +48,7 @@ Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds
 Array = NDArray[np.float64]
 Picked = TypeVar("Picked")
 LATENCY_FILE = "latency.json"  # the table's name in a run
-_FORMAT = "torch-dmcp latency 2"
+_FORMAT = "torch-dmcp latency 3"  # 3: the unpruned network is forecast as measured
 _POOR = 0.15  # median error above which a warning is given
 
 
