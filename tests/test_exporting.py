@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Toy
 from torch import Tensor, nn
 from typed import command
 
@@ -20,6 +21,7 @@ from dmcp import exporting
 from dmcp.data.datasets import load, preprocessing
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
+from dmcp.runs import read_run
 
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet --out"
 HOW = {"mean": [0.5], "std": [2.0], "classes": ["cat", "Käse"]}
@@ -126,11 +128,6 @@ def test_a_file_that_is_not_the_network_is_not_left_behind(
 # what cannot be exported
 
 
-class Fixed(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).reshape(2, -1)
-
-
 def nan() -> nn.Module:
     net = nn.Conv2d(1, 2, 3)
     net.weight.data[0] = float("nan")
@@ -138,18 +135,22 @@ def nan() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("net", "name", "error"),
+    ("net", "name", "error", "reason"),
     [
-        (Fixed(1, 2, 3), "net.pt2", dmcp.TraceError),
-        (nan(), "net.pt2", dmcp.FileError),
-        (nn.Conv2d(1, 2, 3), "net.pt", dmcp.FileError),
-        (nn.Conv2d(1, 2, 3), "none/net.pt2", dmcp.FileError),
+        (Toy(lambda self, x: x.reshape(2, -1)), "net.pt2", dmcp.TraceError, "cannot take"),
+        (Toy(lambda self, x: self.meta(x), meta=nn.Conv2d(1, 2, 3)), "net.pt2", dmcp.TraceError, "of meta"),
+        pytest.param(
+            Toy(lambda self, x: x.matrix_exp()), "net.onnx", dmcp.TraceError, "No .*matrix_exp", marks=needs_onnx
+        ),
+        (nan(), "net.pt2", dmcp.FileError, "not the same"),
+        (nn.Conv2d(1, 2, 3), "net.pt", dmcp.FileError, "suffix"),
+        (nn.Conv2d(1, 2, 3), "none/net.pt2", dmcp.FileError, "no folder"),
     ],
 )
 def test_what_cannot_be_exported(
-    net: nn.Module, name: str, error: type[Exception], tmp_path: Path, capfd: Capture
+    net: nn.Module, name: str, error: type[Exception], reason: str, tmp_path: Path, capfd: Capture
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=reason) as caught:
         dmcp.export(net, EXAMPLE, tmp_path / name)
     assert len(str(caught.value)) < 600 and capfd.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
 
@@ -237,6 +238,7 @@ def test_the_command_tests_an_int8_file(run: Path, capsys: Capture) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["file"] == str(run / "model.int8.onnx")
     int8, exact, full = (facts["files"][name] for name in ("int8", "float32", "unpruned"))
+    assert (read_run(run).exported or ())[:2] == (full["ms"], exact["ms"])  # what the page shows
     assert int8["bytes"] < 0.5 * exact["bytes"] < full["bytes"]
     network, _ = reader(run / "model.int8.onnx")
     right = [(network(x).argmax(1) == y).float() for x, y in make_loader(load("digits").test, 50, train=False)]

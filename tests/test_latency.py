@@ -127,6 +127,16 @@ def test_an_outlier_does_not_bend_the_table(calls: set[int]) -> None:
     assert found.largest_error == pytest.approx(2 / 3 if 10 in calls else 0, abs=1e-2)
 
 
+def test_the_unpruned_network_is_forecast_as_measured() -> None:
+    """Not by one factor for all networks, which would be 0.15."""
+    device = Device()
+    device.scale = lambda params: 1.15 if params == WHOLE else 1.0
+    found = measured(device)
+    assert found.latency_ms(traced()[1].full) == pytest.approx(found.unpruned_ms, rel=1e-6)
+    assert float(np.median(errors(found))) < 0.05
+    assert dmcp.uniform(found.attach(traced()[1]), "latency:95%") != traced()[1].full
+
+
 @pytest.mark.parametrize("wrong", [{"networks": 3}, {"min_channels": {"nothing": 2}}, {"align": 1000}], ids=str)
 def test_wrong_settings_and_times_are_refused(wrong: dict[str, Any]) -> None:
     device = Device()
@@ -196,9 +206,14 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[An
     sizes, alphas = dmcp.Supernet(traced()[0], graph, 4).sizes, torch.full((len(graph.spaces), 3), 0.5)
     found = SearchResult(alphas, sizes, graph, parse(text, graph), 0.95)
     device.scale = lambda params: 1.0 if params == WHOLE else scale(params)
-    result, widths, outcome = timing.choose(found, traced()[0], timing.clock_of(table(), None, device))
-    assert holds(result.budget, found.graph, widths) and torch.equal(result.alphas, found.alphas)
-    return outcome, sum(widths.values()) - sum(expected(found).values())
+
+    def pick(budget: dmcp.Budget) -> tuple[int, dmcp.Widths, nn.Module]:
+        widths = expected(replace(found, budget=budget))
+        return sum(widths.values()), widths, dmcp.cut(traced()[0], graph, widths)
+
+    low, clock = graph.widths(sizes[:, 0].tolist()), timing.clock_of(table(), None, device)
+    width, outcome = timing.choose(pick, found.budget, graph, low, traced()[0], clock)
+    return outcome, width - sum(expected(found).values())
 
 
 @pytest.mark.parametrize(
@@ -282,6 +297,18 @@ def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     device.scale = lambda params: 1.0 if params == WHOLE else 3.0
     with pytest.warns(UserWarning, match="more than the"):
         assert prune(budget="latency:60%", graph=with_latency(), latency=device).latency.again
+
+
+@pytest.mark.parametrize(("method", "retrain"), [("uniform", "none"), ("l2", "finetune")])
+def test_what_a_method_chooses_is_measured_too(method: str, retrain: str) -> None:
+    device = Device()
+    device.scale = lambda params: 1.0 if params == WHOLE else 1.1
+    result = prune(budget="latency:60%", graph=with_latency(), latency=device, method=method, retrain=retrain)
+    outcome = result.latency
+    assert outcome is not None and outcome.held and outcome.again and outcome.text in result.table
+    assert device(result.model.eval()) == pytest.approx(outcome.measured_ms) and holds(
+        result.budget, result.graph, result.widths
+    )
 
 
 # the command line

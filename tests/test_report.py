@@ -122,7 +122,7 @@ def test_nothing_from_a_folder_becomes_part_of_the_page(tmp_path: Path) -> None:
     widths = json.loads((folder / "widths.json").read_text())
     widths["widths"] = {EVIL: 3, "conv2": 1}
     (folder / "widths.json").write_text(json.dumps(widths))
-    (folder / "export.json").write_text(json.dumps({"ms": 0.5, "unpruned_ms": 1, "runtime": EVIL}))
+    (folder / "export.json").write_text(json.dumps({EVIL: {"ms": {"float32": 0.5, "unpruned": 1}, "runtime": EVIL}}))
     run = read_run(folder)
     text = make_page([run, run])
     page = Page(text)

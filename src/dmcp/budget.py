@@ -91,9 +91,7 @@ def _limit(graph: ChannelGraph, text: str, kind: str, number: Fraction, share: b
             f"The budget {text!r} is a latency, and nothing was measured: dmcp.measure_latency(model, example)"
             ".attach(graph) has it; dmcp prune and dmcp search measure by themselves."
         )
-    if share and kind == LATENCY:  # 100% is what the table says
-        number = min(number * graph.extra[LATENCY].full, Fraction(graph.cost(LATENCY)))
-    elif share:
+    if share:
         number *= graph.cost(kind)
     return Limit(kind, math.floor(number))
 

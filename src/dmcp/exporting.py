@@ -187,6 +187,7 @@ def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
     dims = map_leaves(lambda leaf: {0: batch} if isinstance(leaf, Tensor) else None, kwargs or args)
     with blaming("torch.export cannot take this network", TraceError), silence():
         program = torch.export.export(net, args, kwargs, dynamic_shapes=dims)
+        program.module()  # what cannot be run again fails here, for all kinds of files
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine
     return program, dims
@@ -286,8 +287,11 @@ def blaming(text: str, kind: type[DmcpError] = FileError) -> Iterator[None]:
     except (DmcpError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = quote(" ".join(str(error).split())).rstrip(".:") or "no message"
-        raise kind(f"{text}: {type(error).__name__}: {reason}.") from error
+        cause: BaseException = error
+        while type(cause).__module__.startswith("torch.onnx") and cause.__cause__:  # torch's says how to report it
+            cause = cause.__cause__
+        reason = quote(" ".join(str(cause).split())).rstrip(".:") or "no message"
+        raise kind(f"{text}: {type(cause).__name__}: {reason}.") from error
 
 
 # int8

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,15 +29,13 @@ from torch.utils import _pytree as pytree
 from dmcp import exporting
 from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, Budget, Limit, known_limits, limits_latency
-from dmcp.cutting import cut
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.exporting import blaming, turn_times
 from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, tensors_in, unwrap
 from dmcp.progress import each, shown
 from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, write_files
-from dmcp.sampling import between, expected
-from dmcp.searching.config import SearchResult, extremes
+from dmcp.sampling import between
 from dmcp.settings import FloatType, LatencyConfig, RuntimeKind
 from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
 from dmcp.tracing.coupling import Dims
@@ -48,8 +46,9 @@ from dmcp.widths import Widths, tuples
 
 Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
 Array = NDArray[np.float64]
+Picked = TypeVar("Picked")
 LATENCY_FILE = "latency.json"  # the table's name in a run
-_FORMAT = "torch-dmcp latency 2"
+_FORMAT = "torch-dmcp latency 3"  # 3: the unpruned network is forecast as measured
 _POOR = 0.15  # median error above which a warning is given
 
 
@@ -103,13 +102,8 @@ class Latency:
         return evaluate(dict(self.terms), [widths[name] for name in self.spaces]) / FS_PER_MS
 
     @property
-    def full(self) -> int:
-        """Measured femtoseconds of the unpruned network."""
-        return round(self.unpruned_ms * FS_PER_MS)
-
-    @property
     def unpruned_ms(self) -> float:
-        """Measured time of the unpruned network."""
+        """Measured time of the unpruned network, which is the table's forecast of it, too: see `least_errors`."""
         return self.networks[0].ms
 
     @property
@@ -249,6 +243,7 @@ def _narrow(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Mod
 LAYERS, OTHERS = "written by layers", "written by other ops"
 _HELD_OUT = 5  # every fifth network
 _CLOSE, _TURNS = 1e-4, 12  # of iteratively reweighted least squares
+_FIRM = 1e4  # weight of the unpruned network there
 
 
 def work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
@@ -287,9 +282,14 @@ def fit(kinds: Mapping[tuple[str, int], Terms], rows: Sequence[Sequence[int]], m
 
 
 def least_errors(table: Array, times: Array) -> Array:
-    """Prices with the least sum of relative errors, which outliers do not bend. (N, P), (N,) -> (P,)"""
+    """Prices with the least sum of relative errors, which outliers do not bend. (N, P), (N,) -> (P,)
+
+    The first network, the unpruned one, has no error: shares of its time are then the same measured and forecast. One
+    factor for all forecasts would do that too, but spoil those of narrow networks.
+    """
     scale = 1 / times
     for _ in range(_TURNS):
+        scale[0] = _FIRM / times[0]
         prices = nonnegative(table * scale[:, None], times * scale)
         scale = 1 / (times * np.sqrt(np.maximum(np.abs(table @ prices / times - 1), _CLOSE)))
     return prices
@@ -393,7 +393,7 @@ class _Flat(nn.Module):
 
 # choosing widths by it
 
-CHOICE_FILE = "choice.json"  # beside the checkpoints of a search
+CHOICE_FILE = "choice-{}.json"  # times of what was picked, beside the checkpoints of a search
 _TRIES = 3  # further choices, where a network is slower than its forecast
 
 
@@ -432,45 +432,55 @@ class Outcome:
         return "" if self.held else f"{takes}: ask for less, or measure on an idle machine."
 
 
-def choose(found: SearchResult, model: nn.Module, clock: Clock | None) -> tuple[SearchResult, Widths, Outcome]:
-    """Expected widths whose network, cut and measured, is inside the latency limit; the search has the limit used.
+def choose(
+    pick: Callable[[Budget], tuple[Picked, Widths, nn.Module]],
+    budget: Budget,
+    graph: ChannelGraph,
+    low: Widths,
+    model: nn.Module,
+    clock: Clock | None,
+    folder: Path | None = None,
+) -> tuple[Picked, Outcome]:
+    """What is picked for the budget, where its cut network, once measured, is inside the latency limit.
 
-    Where the network is too slow, the limit is lowered by as much, and widths are chosen again from the same alphas.
+    Where that is too slow, the limit is lowered by as much, down to the cost of the lowest widths, and it is picked
+    again. Rank 0 measures for all, once: times that are in the folder are kept.
     """
-    graph, table = found.graph, Latency.of(found.graph)
+    table = Latency.of(graph)
     assert table is not None
-    asked = target = _target(found.budget)
-    lowest = graph.cost(LATENCY, extremes(graph, found.sizes)[0])
+    asked = target = next(limit.target for limit in budget.limits if limit.kind == LATENCY)
+    lowest = graph.cost(LATENCY, low)
     for again in range(_TRIES + 1):
-        result, ms = replace(found, budget=_limited(found.budget, target)), None
-        widths = expected(result)
-        if clock is not None:  # beside the unpruned network: a machine that is busy slows both
-            whole, small = clock.times(iter([narrow(unwrap(model), {}, {}), cut(model, graph, widths)]))
-            ms = small * table.unpruned_ms / whole
+        limits = tuple(Limit(it.kind, target) if it.kind == LATENCY else it for it in budget.limits)
+        picked, widths, small = pick(replace(budget, limits=limits))
+        beside = functools.partial(_time_beside, clock, small, model)
+        share = _once(folder and folder / CHOICE_FILE.format(again), beside)["share"]
         outcome = Outcome(
             asked_ms=asked / FS_PER_MS,
             predicted_ms=graph.cost(LATENCY, widths) / FS_PER_MS,
             unpruned_ms=table.unpruned_ms,
             how=table.how,
-            measured_ms=ms,
+            measured_ms=None if share is None else share * table.unpruned_ms,
             again=again,
         )
-        if ms is None or outcome.held or target == lowest:
+        if outcome.measured_ms is None or outcome.held or target == lowest:
             break
-        target = max(math.floor(min(target, graph.cost(LATENCY, widths)) * outcome.asked_ms / ms), lowest)
-    return result, widths, outcome
+        spent = min(target, graph.cost(LATENCY, widths))
+        target = max(math.floor(spent * outcome.asked_ms / outcome.measured_ms), lowest)
+    if outcome.warning and current().first:
+        warnings.warn(outcome.warning, stacklevel=3)
+    return picked, outcome
 
 
-def _target(budget: Budget) -> int:
-    return next(limit.target for limit in budget.limits if limit.kind == LATENCY)
+def _time_beside(clock: Clock | None, small: nn.Module, model: nn.Module) -> dict[str, float | None]:
+    """A network's share of the time of the unpruned one, measured beside it: a machine that is busy slows both."""
+    if clock is None:
+        return {"share": None}
+    whole, ms = clock.times(iter([narrow(unwrap(model), {}, {}), small]))
+    return {"share": ms / whole}
 
 
-def _limited(budget: Budget, target: int) -> Budget:
-    limits = tuple(Limit(it.kind, target) if it.kind == LATENCY else it for it in budget.limits)
-    return replace(budget, limits=limits)
-
-
-# one table and one choice for all ranks, also after an interruption
+# one table and the same times for all ranks, also after an interruption
 
 
 def attach_latency(
@@ -490,24 +500,6 @@ def attach_latency(
     if found.warning and current().first:
         warnings.warn(found.warning, stacklevel=3)
     return found.attach(graph)
-
-
-def choose_once(
-    found: SearchResult, model: nn.Module, example: Any, measure: Measure | None = None, folder: Path | None = None
-) -> tuple[SearchResult, Widths, Outcome]:
-    """What `choose` gives, on rank 0 for all; a choice that is in the folder is kept."""
-    table = Latency.of(found.graph)
-    assert table is not None
-
-    def find() -> dict[str, Any]:
-        result, widths, outcome = choose(found, model, clock_of(table, example, measure))
-        return {"target": _target(result.budget), "widths": list(widths.values()), "outcome": asdict(outcome)}
-
-    saved = _once(folder and folder / CHOICE_FILE, find)
-    outcome = Outcome(**saved["outcome"])
-    if outcome.warning and current().first:
-        warnings.warn(outcome.warning, stacklevel=3)
-    return replace(found, budget=_limited(found.budget, saved["target"])), found.graph.widths(saved["widths"]), outcome
 
 
 def _once(path: Path | None, find: Callable[[], dict[str, Any]]) -> Any:

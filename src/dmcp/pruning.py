@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import length_hint, mul
 from pathlib import Path
@@ -15,11 +15,11 @@ from dmcp import progress
 from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, ratios, show_cost
 from dmcp.checkpoint import plain_settings
-from dmcp.compare.methods import Own, choose_all, find_method
+from dmcp.compare.methods import Own, chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, verify, with_frozen
 from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
-from dmcp.latency import Latency, Measure, Outcome, attach_latency, choose_once, measure_latency
+from dmcp.latency import Clock, Latency, Measure, Outcome, attach_latency, choose, clock_of, measure_latency
 from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import group_sizes
 from dmcp.modules import unwrap
@@ -176,7 +176,9 @@ def prune(
     graph = _with_latency(model, graph, sample, specs, config, latency, runtime)
     others = _baselines(baselines, original=trained or own) - {method, UNIFORM if method == "l2" else ""}
     budgets = read_budgets(specs, graph, *reachable(graph, config))
-    work = _Work(model, graph, budgets, others, method, config, how, loaders, task, runtime).identified()
+    table = Latency.of(graph)
+    clock = clock_of(table, sample, None if isinstance(latency, Latency) else latency) if table else None
+    work = _Work(model, graph, budgets, others, method, config, how, loaders, task, runtime, clock).identified()
     plan(work.phases(val_loader))
     before, nets, found = (
         trained_before(model, ORIGINAL in others, None if own else guide),
@@ -184,7 +186,7 @@ def prune(
         None,
     )
     if searches:
-        found, chosen = work.search(sample, None if isinstance(latency, Latency) else latency)
+        found, chosen = work.search()
     else:
         nets, chosen = work.choose(trained)
     if trained and kind is Retrain.FINETUNE:
@@ -262,7 +264,8 @@ class _Chosen:
 
     choice: Choice
     source: nn.Module  # the network that was looked at
-    search: SearchResult | None = None  # with the limit of latency that was used
+    budget: Budget  # with the limit of latency that was used
+    search: SearchResult | None = None
     latency: Outcome | None = None
 
     def cut(self, graph: ChannelGraph) -> nn.Module:
@@ -286,6 +289,7 @@ class _Work:
     loaders: Loaders
     task: Task
     runtime: Runtime
+    clock: Clock | None  # of a limit of latency: what measures as its table was measured, if that is here
 
     def identified(self) -> _Work:
         """The same with checkpoints that refuse to go on with other settings, unless they have an identity already."""
@@ -325,20 +329,17 @@ class _Work:
             yield progress.Row(name, steps, share + more * learns)
         yield progress.Row("test", length_hint(val_loader) * len(shares), 1 / 3)
 
-    def search(self, sample: Any, measure: Measure | None) -> tuple[SearchResult, dict[str, _Chosen]]:
+    def search(self) -> tuple[SearchResult, dict[str, _Chosen]]:
         """One search, and the expected widths for each budget, which may be another one than that of the search."""
         net, stage = Supernet(self.model, self.graph, self.config.groups, self.config.align), self.runtime.stage(SEARCH)
-        arch, chosen = self.loaders.arch, dict[str, _Chosen]()
+        arch = self.loaders.arch
         found = searching.search(net, self.loaders.search, self.config, arch_loader=arch, task=self.task, runtime=stage)
-        for name, budget in self.budgets.items():
-            own, outcome = for_budget(found, budget), None
-            if limits_latency(budget):
-                folder = _folder(self.runtime, name if len(self.budgets) > 1 else "")
-                own, widths, outcome = choose_once(own, net.model, sample, measure, folder)
-            else:
-                widths = expected(own)
-            chosen[name] = _Chosen(Choice(widths=widths, kept=widths, model=net.model), net.model, own, outcome)
-        return found, chosen
+
+        def pick(budget: Budget) -> _Chosen:
+            widths = expected(replace(found, budget=budget))
+            return _Chosen(Choice(widths=widths, kept=widths, model=net.model), net.model, budget, found)
+
+        return found, self.timed(pick)
 
     def choose(self, trained: bool) -> tuple[dict[str, nn.Module], dict[str, _Chosen]]:
         """What a method without a search chooses. If it ranks trained weights, a fresh network is trained first."""
@@ -365,8 +366,25 @@ class _Work:
             task=self.task,
             runtime=self.runtime,
         )
-        choices = choose_all(self.method, problem, self.budgets)
-        return nets, {name: _Chosen(choice, source) for name, choice in choices.items()}
+        find = chooser(self.method, problem, len(self.budgets) == 1 and not limits_latency(problem.budget))
+        return nets, self.timed(lambda budget: _Chosen(find(budget), source, budget))
+
+    def timed(self, pick: Callable[[Budget], _Chosen]) -> dict[str, _Chosen]:
+        """What is picked for each budget; with a limit of latency it is measured, and picked again if too slow."""
+        found, (low, _) = dict[str, _Chosen](), reachable(self.graph, self.config)
+
+        def cut_too(budget: Budget) -> tuple[_Chosen, Widths, nn.Module]:
+            it = pick(budget)
+            return it, it.choice.widths, it.cut(self.graph)
+
+        for name, budget in self.budgets.items():
+            if limits_latency(budget):
+                folder = _folder(self.runtime, name if len(self.budgets) > 1 else "")
+                it, outcome = choose(cut_too, budget, self.graph, low, self.model, self.clock, folder)
+                found[name] = replace(it, latency=outcome)
+            else:
+                found[name] = pick(budget)
+        return found
 
     def train(
         self, chosen: Mapping[str, _Chosen], nets: dict[str, nn.Module]
@@ -380,8 +398,8 @@ class _Work:
         cuts = dict[str, nn.Module]()
         for name, it in chosen.items():
             if UNIFORM in self.baselines:
-                limit, row = it.search.budget if it.search else self.budgets[name], self.row(UNIFORM, name)
-                wanted[row] = uniform(graph, limit, low, config.align, filled(config), high)
+                row = self.row(UNIFORM, name)
+                wanted[row] = uniform(graph, it.budget, low, config.align, filled(config), high)
                 cuts[row] = cut(source, graph, wanted[row], by="first" if it.search else "l2")
             wanted[self.row(self.method, name)] = it.choice.widths
             cuts[self.row(self.method, name)] = it.cut(graph)
@@ -413,7 +431,7 @@ class _Work:
             names = {self.row(kind, name): kind for kind in (CUT, UNIFORM, self.method)} | {it: it for it in _COMMON}
             mine = tuple(replace(row, name=names[row.name]) for row in rows if row.name in names)
             small, budget = nets[self.row(self.method, name)].eval(), self.budgets[name]
-            searched = it.search and replace(it.search, budget=budget)
+            searched = it.search and for_budget(it.search, budget)
             found[name] = PruneResult(small, it.choice.widths, self.graph, searched, mine, budget, text, it.latency)
         return found
 

@@ -272,8 +272,10 @@ def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None
         for name in ("int8", "float32") if int8 else ():
             measured[name]["accuracy"] = _accuracy(small, files[name], test)
     if out.parent == run and "unpruned" in measured:
-        times = {"ms": measured[next(iter(files))]["ms"], "unpruned_ms": measured["unpruned"]["ms"]}
-        Run(run).write(EXPORTED, {"runtime": made.runtime} | times)
+        known = read_json(run / EXPORTED) if (run / EXPORTED).exists() else {}
+        known.pop(out.name, None)  # the last one is the newest
+        times = {"float32" if name == "exported" else name: it["ms"] for name, it in measured.items()}
+        Run(run).write(EXPORTED, known | {out.name: {"runtime": made.runtime, "ms": times}})
     if as_json:
         facts = {"file": str(out), "runtime": made.runtime, "difference": made.difference}
         print_json(result_facts(run, graph, widths) | facts | {"preprocessing": how, "files": measured})

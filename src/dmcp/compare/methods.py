@@ -284,11 +284,11 @@ def choose(name: str, problem: Problem, config: Any, state: Mapping[str, Tensor]
     return choice
 
 
-def choose_all(name: str, problem: Problem, budgets: Mapping[str, Budget]) -> dict[str, Choice]:
-    """What a method with its usual settings chooses for each budget; it starts from the weights of the model."""
+def chooser(name: str, problem: Problem, once: bool) -> Callable[[Budget], Choice]:
+    """A method with its usual settings, which starts from the weights of the model; once: for one budget only."""
     method = find_method(name)
     config = method.config()
     state = method.prepare(problem, config).state if method.prepare else None
-    if len(budgets) > 1:  # their checkpoints would have one name
+    if not once:  # their checkpoints would have one name
         problem = replace(problem, runtime=replace(problem.runtime, checkpointer=None))
-    return {key: choose(name, replace(problem, budget=budget), config, state) for key, budget in budgets.items()}
+    return lambda budget: choose(name, replace(problem, budget=budget), config, state)
