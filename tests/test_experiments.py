@@ -54,8 +54,8 @@ def test_comparisons_would_repeat_the_recorded_ones(name: str) -> None:
     graph = run._graph(typed["--model"], "{}", 10, (3, 32, 32))
     for row in kept.get("rows") or kept["lines"]:
         if row["method"] in ("uniform", "sfp") and row["budget"] in words:  # their widths are not searched
-            align = int(typed["--align"]) if "--align" in typed else None
-            assert [graph.macs(dmcp.uniform(graph, row["budget"], align=align))] * 2 == row["macs"]
+            widths = dmcp.uniform(graph, row["budget"], align=int(typed.get("--align", 0)) or None)
+            assert row["macs"] == [graph.macs(widths)] * 2
 
 
 def test_tables_of_the_report_are_what_the_results_say() -> None:

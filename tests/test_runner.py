@@ -18,7 +18,6 @@ from dmcp.cli import prune
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job, open_job
 from dmcp.compare import runner
-from dmcp.compare.methods import DmcpConfig
 from dmcp.compare.runner import Bounds, Comparison, PlannedRun, Protocol, begin, plan
 from dmcp.compare.table import write_table
 from dmcp.errors import DmcpError, FileError
@@ -66,10 +65,8 @@ def planned(it: Comparison, job: Job) -> dict[str, PlannedRun]:
 
 
 def changed(**changes: Any) -> Protocol:
-    """The protocol with other settings of the run or of its training."""
-    return replace(
-        TWO.protocol, config=replace(CONFIG, train=replace(CONFIG.train, **changes.pop("train", {})), **changes)
-    )
+    """The protocol with other settings of the run."""
+    return replace(TWO.protocol, config=replace(CONFIG, **changes))
 
 
 # which runs there are
@@ -91,7 +88,7 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
     used, tuned = found["dmcp-50%-seed3"].config, found["l1-50%-seed3"].config
     assert used.search and (used.search.epochs, used.search.lr, used.search.seed, used.method) == (2, 0.2, 3, "dmcp")
     assert (tuned.search, tuned.retrain, tuned.train.lr, tuned.budgets) == (None, "finetune", 0.08, ("50%",))
-    assert found["dmcp-50%-seed3"].settings.keys() == DmcpConfig.__dataclass_fields__.keys()
+    assert found["dmcp-50%-seed3"].settings["groups"] == 10  # those that nobody typed, too
     alone = replace(TWO, methods=("l1",), budgets=("50%",), unpruned=False, settings={})  # trained by uniform's runs
     assert {it.method for it in planned(alone, job).values()} == {"unpruned", "l1", "uniform"}
 
@@ -125,13 +122,9 @@ def finish(folder: Path, it: PlannedRun, networks: Sequence[Row], seconds: float
     place = folder / it.name
     place.mkdir(parents=True, exist_ok=True)
     (place / "settings.json").write_text("{}")
-    facts: dict[str, Any] = {"full_macs": 100, "seconds": seconds, "sample_passes": passes, "device": "cpu"}
-    facts |= {
-        "run": asdict(it),
-        "networks": [*map(asdict, networks)],
-        "widths": {"a": sum(it.params for it in networks)},
-    }
-    (place / "result.json").write_text(json.dumps(facts))
+    facts = {"full_macs": 100, "seconds": seconds, "sample_passes": passes, "device": "cpu", "run": asdict(it)}
+    widths = {"a": sum(it.params for it in networks)}
+    (place / "result.json").write_text(json.dumps({"networks": [*map(asdict, networks)], "widths": widths, **facts}))
 
 
 def test_runs_are_done_once_and_go_on(job: Job, tmp_path: Path) -> None:
@@ -153,12 +146,12 @@ def test_runs_are_done_once_and_go_on(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"protocol": changed(train={"epochs": 2})}, r": --epochs 1 there \(.*\), 2 here"),
+        ({"protocol": changed(train=replace(CONFIG.train, epochs=2))}, r": --epochs 1 there \(.*\), 2 here"),
         ({"settings": {"slimming": {"sparsity": 0.2}}, "seeds": (5,)}, "--set slimming.sparsity 0.0001 there"),
         (
             {"protocol": replace(TWO.protocol, facts={"fingerprint": "b"})},
             "fingerprint",
-        ),  # another network by this name
+        ),  # another network of this name
     ],
 )
 def test_a_folder_has_one_protocol(job: Job, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -285,8 +278,7 @@ def test_the_table_has_the_figures_of_the_runs(job: Job, tmp_path: Path) -> None
     ]
     assert data == json.loads((tmp_path / "compare.json").read_text())
     line = {(it["method"], it["own"]): it for it in data["lines"]}
-    assert line["slimming", True]["way"] == tuned and line["l1", True]["same_as"] == "uniform"
-    assert line["l1", True]["widths"] == 2 * [{"a": 40}]
+    assert line["slimming", True]["way"] == tuned and line["l1", True]["widths"] == 2 * [{"a": 40}]
     assert (line["slimming", False]["seeds"], line["slimming", False]["macs"]) == ([0, 1], [49, 50])
     assert (line["slimming", True]["search_seconds"], line["slimming", True]["sample_passes"]) == (130, 5_000_000)
     shutil.rmtree(tmp_path / "unpruned-seed1")
@@ -370,15 +362,9 @@ def test_runs_that_fail_are_named(here: Path, capfd: pytest.CaptureFixture[str])
 
 
 def test_a_run_that_another_process_does_is_waited_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent of that process was killed."""
     assert typed() == 0
-    (here / "table" / "l1-50%-seed0" / "result.json").rename(here / "result.json")
-    orphan = Lock(here / "table" / "l1-50%-seed0")
-
-    def end(_: float) -> None:
-        (here / "result.json").rename(here / "table" / "l1-50%-seed0" / "result.json")
-        orphan.__exit__()
-
-    monkeypatch.setattr("time.sleep", end)
-    orphan.__enter__()
+    orphan, result, kept = Lock(here / "table" / "l1-50%-seed0"), here / "table/l1-50%-seed0/result.json", here / "kept"
+    result.rename(kept)
+    monkeypatch.setattr("time.sleep", lambda _: (kept.rename(result), orphan.__exit__()))
+    orphan.__enter__()  # by a process whose parent was killed
     assert typed() == 0

@@ -60,20 +60,20 @@ def compare(config: RunConfig, request: Request) -> None:
             commands.append(prune.Command(it.name, words, needs))
         how: dict[str, Any] = {"at_once": request.more["at_once"], "quiet": request.quiet, "total": len(runs)}
         ended = prune.run_side_by_side(commands, folder / _OUTPUT, place, **how)
-    failed: dict[str, list[str]] = {}  # by reason
-    for name, reason in ended.items():
-        failed.setdefault(reason, []).append(name)
     if any(runner.is_done(folder / it.name) for it in runs):
         gather(folder, request.as_json)
-    if failed:
-        listed = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in failed.items())
+    if ended:
+        failed = {reason: [name for name in ended if ended[name] == reason] for reason in ended.values()}
+        listed = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in failed.items())
         raise DmcpError(f"{len(ended)} runs failed, the same command starts only them again: {listed}")
 
 
 def compare_run(settings: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison."""
     it = runner.read_plan(settings)
-    while is_locked(folder):  # by a run whose dmcp compare was killed
+    if is_locked(folder):
+        session.log("a process whose dmcp compare was killed still does this run: waiting for it")
+    while is_locked(folder):
         time.sleep(1)
     if runner.is_done(folder):
         return

@@ -60,8 +60,7 @@ def _lines(results: Mapping[str, Result], folder: Path) -> list[dict[str, Any]]:
         ends: dict[str, list[float]] = {"macs": [it.macs for it in nets], "params": [it.params for it in nets]}
         ends |= {"macs_share": [net.macs / it.full_macs for it, net in own]}
         line: dict[str, Any] = {"method": title(method), "budget": budget, "training": training}
-        uniform = [results.get(replace(it.run, method=UNIFORM).name) for it in runs]
-        alike = [one is not None and one.widths == it.widths for one, it in zip(uniform, runs, strict=True)]
+        alike = [(one := results.get(replace(it.run, method=UNIFORM).name)) and one.widths == it.widths for it in runs]
         line["same_as"] = UNIFORM if method != UNIFORM and all(alike) else ""  # who trains these widths, too
         line |= {"own": training != SAME, "way": training, "seeds": [it.run.seed for it in runs]}
         line |= {"accuracies": accuracies, "mean": fmean(accuracies), "ms": nets[0].ms}
