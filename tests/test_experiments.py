@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -41,6 +43,19 @@ def test_settings_are_those_of_the_recorded_runs(name: str) -> None:
         gone = ("distillation", "teacher_share", "teacher_temperature")  # other names and defaults since then
         recorded = {key: value for key, value in kept["train"].items() if key not in gone}
         assert {key: made[key] for key in recorded} == recorded
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() & RECORDED.keys() - {*VARIED}))
+def test_comparisons_would_repeat_the_recorded_ones(name: str) -> None:
+    words, kept = shlex.split(SETTINGS[name]["compare"]), RECORDED[name]
+    typed, recipe = dict(itertools.pairwise(words)), kept.get("train") or kept["settings"]["train"]
+    for option in ("epochs", "lr", "weight_decay"):
+        assert float(typed[f"--{option.replace('_', '-')}"]) == recipe[option]
+    graph = run._graph(typed["--model"], "{}", 10, (3, 32, 32))
+    for row in kept.get("rows") or kept["lines"]:
+        if row["method"] in ("uniform", "sfp") and row["budget"] in words:  # their widths are not searched
+            widths = dmcp.uniform(graph, row["budget"], align=int(typed.get("--align", 0)) or None)
+            assert row["macs"] == [graph.macs(widths)] * 2
 
 
 def test_tables_of_the_report_are_what_the_results_say() -> None:

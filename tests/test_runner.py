@@ -18,13 +18,13 @@ from dmcp.cli import prune
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job, open_job
 from dmcp.compare import runner
-from dmcp.compare.runner import Comparison, PlannedRun, Protocol, begin, plan
+from dmcp.compare.runner import Bounds, Comparison, PlannedRun, Protocol, begin, plan
 from dmcp.compare.table import write_table
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
 from dmcp.runs import Run
 from dmcp.runtime.io import Lock
-from dmcp.settings import SearchConfig, TrainConfig
+from dmcp.settings import TrainConfig
 from dmcp.training import Runtime
 
 
@@ -41,7 +41,7 @@ CONFIG = RunConfig(
     data="digits",
     batch=80,
     device="cpu",
-    search=SearchConfig(budget="50%"),
+    holdout=0.1,
     train=TrainConfig(epochs=1, lr=0.8, warmup_epochs=0),
 )
 TWO = Comparison(
@@ -57,7 +57,7 @@ ALL = ["slimming-50%-seed0", "slimming-seed0", "uniform-50%-seed0", "unpruned-se
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    return open_job(CONFIG)
+    return open_job(replace(CONFIG, holdout=0.0))
 
 
 def planned(it: Comparison, job: Job) -> dict[str, PlannedRun]:
@@ -65,9 +65,8 @@ def planned(it: Comparison, job: Job) -> dict[str, PlannedRun]:
 
 
 def changed(**changes: Any) -> Protocol:
-    """The protocol with other settings of the run, of its search or of its training."""
-    parts = {name: replace(getattr(CONFIG, name), **changes.pop(name, {})) for name in ("search", "train")}
-    return replace(TWO.protocol, config=replace(CONFIG, **parts, **changes))
+    """The protocol with other settings of the run."""
+    return replace(TWO.protocol, config=replace(CONFIG, **changes))
 
 
 # which runs there are
@@ -86,6 +85,10 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
     one = found["slimming-params=40%-seed4"]
     assert (one.method, one.seed, one.budget, one.settings) == ("slimming", 4, "params:40%", {"sparsity": 0.1})
     assert one.scratch and not found["l1-50%-seed3"].scratch
+    used, tuned = found["dmcp-50%-seed3"].config, found["l1-50%-seed3"].config
+    assert used.search and (used.search.epochs, used.search.lr, used.search.seed, used.method) == (2, 0.2, 3, "dmcp")
+    assert (tuned.search, tuned.retrain, tuned.train.lr, tuned.budgets) == (None, "finetune", 0.08, ("50%",))
+    assert found["dmcp-50%-seed3"].settings["groups"] == 10  # those that nobody typed, too
     alone = replace(TWO, methods=("l1",), budgets=("50%",), unpruned=False, settings={})  # trained by uniform's runs
     assert {it.method for it in planned(alone, job).values()} == {"unpruned", "l1", "uniform"}
 
@@ -99,7 +102,7 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
         {"protocol": replace(TWO.protocol, scratch=False)},
         {"budgets": ("50%", "0.5")},
         {"protocol": changed(batch=5000)},
-        {"protocol": changed(search={"max_channels": {"0": 2}}), "budgets": ("95%",)},
+        {"protocol": replace(TWO.protocol, bounds=Bounds(max_channels={"0": 2})), "budgets": ("95%",)},
     ],
     ids=lambda it: str(it)[:40],
 )
@@ -119,8 +122,9 @@ def finish(folder: Path, it: PlannedRun, networks: Sequence[Row], seconds: float
     place = folder / it.name
     place.mkdir(parents=True, exist_ok=True)
     (place / "settings.json").write_text("{}")
-    facts = {"full_macs": 100, "seconds": seconds, "sample_passes": passes, "device": "cpu"}
-    (place / "result.json").write_text(json.dumps({"run": asdict(it), "networks": [*map(asdict, networks)], **facts}))
+    facts = {"full_macs": 100, "seconds": seconds, "sample_passes": passes, "device": "cpu", "run": asdict(it)}
+    widths = {"a": sum(it.params for it in networks)}
+    (place / "result.json").write_text(json.dumps({"networks": [*map(asdict, networks)], "widths": widths, **facts}))
 
 
 def test_runs_are_done_once_and_go_on(job: Job, tmp_path: Path) -> None:
@@ -142,9 +146,12 @@ def test_runs_are_done_once_and_go_on(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"protocol": changed(train={"epochs": 2})}, "train"),
-        ({"settings": {"slimming": {"sparsity": 0.2}}, "seeds": (5,)}, "settings of slimming"),  # of another seed
-        ({"protocol": replace(TWO.protocol, facts={"fingerprint": "b"})}, "facts"),  # another network by this name
+        ({"protocol": changed(train=replace(CONFIG.train, epochs=2))}, r": --epochs 1 there \(.*\), 2 here"),
+        ({"settings": {"slimming": {"sparsity": 0.2}}, "seeds": (5,)}, "--set slimming.sparsity 0.0001 there"),
+        (
+            {"protocol": replace(TWO.protocol, facts={"fingerprint": "b"})},
+            "fingerprint",
+        ),  # another network of this name
     ],
 )
 def test_a_folder_has_one_protocol(job: Job, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -246,12 +253,13 @@ def test_the_table_has_the_figures_of_the_runs(job: Job, tmp_path: Path) -> None
     """Two seeds; of the last method only one is there."""
     with pytest.raises(FileError):
         write_table(tmp_path)
-    it = replace(TWO, budgets=("50%",), methods=("uniform", "l1", "slimming", "dmcp"), seeds=(0, 1), settings={})
+    it = replace(TWO, budgets=("50%",), methods=("uniform", "random", "l1", "slimming", "dmcp"), seeds=(0, 1))
     runs, tuned = planned(it, job), "fine-tuned"
     for seed, up in ((0, 0.0), (1, 0.02)):
         finish(tmp_path, runs[f"unpruned-seed{seed}"], [row(0.9 + up, 100, 77)], 100, 5_000_000)
         finish(tmp_path, runs[f"slimming-seed{seed}"], [], 90, 4_000_000)
         finish(tmp_path, runs[f"uniform-50%-seed{seed}"], [row(0.8 + up, 49, 40)], 0.1, 0)
+        finish(tmp_path, runs[f"random-50%-seed{seed}"], [row(0.8 + up, 49, 40)], 0.1, 0)  # by chance uniform's widths
         finish(tmp_path, runs[f"l1-50%-seed{seed}"], [row(0.7 + 2 * up, 49, 40, tuned)], 2, 0)
         both = [row(0.85 + up, 50 - seed, 30 + seed), row(0.8, 50 - seed, 30 + seed, tuned)]
         finish(tmp_path, runs[f"slimming-50%-seed{seed}"], both, 30 + 20 * seed, 1_000_000)
@@ -260,6 +268,7 @@ def test_the_table_has_the_figures_of_the_runs(job: Job, tmp_path: Path) -> None
     assert cells((tmp_path / "compare.md").read_text())[1:] == [
         ["unpruned", "100%", "91.00 ± 1.41 (2)", "", "", "100.0%", "77", "0", "0"],
         ["uniform", "50%", "81.00 ± 1.41 (2)", "", "", "49.0%", "40", "0", "0"],
+        ["random", "50%", "= uniform", "", "", "49.0%", "40", "0", "0"],
         ["l1", "50%", "= uniform", "", "72.00 ± 2.83 (2), fine-tuned", "49.0%", "40", "102", "5.0"],
         [
             *("slimming", "50%", "86.00 ± 1.41 (2)", "+5.00 ± 0.00 (2)", "80.00 ± 0.00 (2), fine-tuned"),
@@ -269,7 +278,7 @@ def test_the_table_has_the_figures_of_the_runs(job: Job, tmp_path: Path) -> None
     ]
     assert data == json.loads((tmp_path / "compare.json").read_text())
     line = {(it["method"], it["own"]): it for it in data["lines"]}
-    assert line["slimming", True]["way"] == tuned and line["l1", True]["same_as"] == "uniform"
+    assert line["slimming", True]["way"] == tuned and line["l1", True]["widths"] == 2 * [{"a": 40}]
     assert (line["slimming", False]["seeds"], line["slimming", False]["macs"]) == ([0, 1], [49, 50])
     assert (line["slimming", True]["search_seconds"], line["slimming", True]["sample_passes"]) == (130, 5_000_000)
     shutil.rmtree(tmp_path / "unpruned-seed1")
@@ -302,7 +311,12 @@ def typed(*more: str) -> int:
 
 def test_the_command_fills_a_folder(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert typed("--dry-run") == 0
-    assert ["l1-50%-seed0", "missing", "unpruned-seed0"] in cells(capfd.readouterr().out)
+    printed = capfd.readouterr().out
+    assert ["l1-50%-seed0", "missing", "unpruned-seed0"] in cells(printed) and "--lr            1.6 at a" in printed
+    assert typed("--dry-run", "--json", "--weight-decay", "0.1") == 0
+    chosen = json.loads(capfd.readouterr().out)["chosen"]
+    assert chosen.keys() == {"lr"} and "suits 1,275 images" in chosen["lr"]  # without those held out
+    assert typed("--set", "l1.powr=2") == 2 and "it has power." in capfd.readouterr().err
     assert command("compare", "--gather", "table") == 2
     capfd.readouterr()
     assert typed("--set", "l1.power=2", "--json") == 0
@@ -317,13 +331,14 @@ def test_the_command_fills_a_folder(here: Path, capfd: pytest.CaptureFixture[str
     assert typed("--set", "l1.power=2") == 0  # nothing is left to do
     printed = capfd.readouterr().out
     assert printed == (here / "table" / "compare.md").read_text() + "\ntable\n"
-    assert "digits:resnet on digits: 1 epoch, batch 708, " in printed
+    assert "digits:resnet on digits: 1 epoch, batch 708, learning rate 1.6, decay 0.0005, " in printed
     assert {path: path.read_bytes() for path in (here / "table").glob("*-seed0/*")} == before
     (here / "table").rename(here / "elsewhere")
     assert command("compare", "--gather", "elsewhere", "--json") == 0
     assert json.loads(capfd.readouterr().out)["lines"] == table["lines"]
     (here / "elsewhere").rename(here / "table")
-    assert typed("--set", "l1.power=2", "--lr", "0.5") == 2 and "differ in " in capfd.readouterr().err
+    assert typed("--set", "l1.power=2", "--lr", "0.5") == 2
+    assert "--lr 1.6 there" in (told := capfd.readouterr().err) and ".." not in told
     with Lock(here / "table"):
         assert typed("--set", "l1.power=2") == 2
     capfd.readouterr()
@@ -335,9 +350,21 @@ def test_the_command_fills_a_folder(here: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_runs_that_fail_are_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (here / "failing.py").write_text("def mine(problem):\n    return 1 / 0\n")
-    assert typed("--methods", "uniform,failing:mine", "--no-unpruned", "--budget", "50%", "--budget", "79%") == 2
+    (here / "failing.py").write_text("def mine(problem):\n    return 1 / 0\ndef other(problem):\n    return {}\n")
+    methods = "uniform,failing:mine,failing:other"
+    assert typed("--methods", methods, "--no-unpruned", "--budget", "50%", "--budget", "79%") == 2
     printed, told = capfd.readouterr()
     rows = [(method, budget) for method, budget, *_ in cells(printed)[1:]]
     assert rows == [("uniform", "79%"), ("uniform", "50%")]
-    assert "2 runs failed" in told and "mine-50%-seed0" in told and "ZeroDivisionError" in told
+    failed = ", ".join(f"{method}-{budget}-seed0" for method in ("mine", "other") for budget in ("50%", "79%"))
+    assert f"4 runs failed, the same command starts only them again: {failed}: exit code 2" in told
+    assert "ZeroDivisionError" in told and "failing:other must return a Choice, not a dict." in told
+
+
+def test_a_run_that_another_process_does_is_waited_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert typed() == 0
+    orphan, result, kept = Lock(here / "table" / "l1-50%-seed0"), here / "table/l1-50%-seed0/result.json", here / "kept"
+    result.rename(kept)
+    monkeypatch.setattr("time.sleep", lambda _: (kept.rename(result), orphan.__exit__()))
+    orphan.__enter__()  # by a process whose parent was killed
+    assert typed() == 0

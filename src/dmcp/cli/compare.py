@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from dmcp.errors import DmcpError, StoppedError
 from dmcp.exporting import blaming
 from dmcp.models import argument
 from dmcp.runs import Run, slug
-from dmcp.runtime.io import Lock
+from dmcp.runtime.io import Lock, is_locked
+from dmcp.settings import Retrain
 from dmcp.units import table
 
 _OUTPUT = "output"  # folder of what runs print
@@ -37,12 +38,14 @@ def gather(folder: Path, as_json: bool) -> None:
 
 def compare(config: RunConfig, request: Request) -> None:
     """dmcp compare."""
-    job, place = session.open_checked(replace(config, device="cpu")), place_of(config)
-    runs = runner.plan(_comparison(config, request, job), job)
+    place, typed = place_of(config), {**request.typed, "epochs": request.more["epochs"]}
+    start = replace(config, device="cpu", holdout=request.more["holdout"], method="", retrain=Retrain.SCRATCH)
+    job = session.open_checked(start, typed)
+    runs = runner.plan(_comparison(replace(job.config, device=config.device), request, job), job)
     usual = f"runs/{slug(f'compare {config.model} {Path(config.data).name}')}"  # the same each time
     folder = Path(request.out or usual)
     if request.dry_run:
-        _list_planned(runs, folder, request.as_json)
+        _list_planned(runs, folder, job, request.as_json)
         return
     with blaming(f"{folder}: no runs can be kept here"):
         (folder / _OUTPUT).mkdir(parents=True, exist_ok=True)
@@ -57,25 +60,28 @@ def compare(config: RunConfig, request: Request) -> None:
             commands.append(prune.Command(it.name, words, needs))
         how: dict[str, Any] = {"at_once": request.more["at_once"], "quiet": request.quiet, "total": len(runs)}
         ended = prune.run_side_by_side(commands, folder / _OUTPUT, place, **how)
-    failed = [f"{name}: {reason}" for name, reason in ended.items()]
     if any(runner.is_done(folder / it.name) for it in runs):
         gather(folder, request.as_json)
-    if failed:
-        listed = "; ".join(failed[:3]) + ("; ..." if len(failed) > 3 else "")
-        raise DmcpError(f"{len(failed)} runs failed, the same command starts only them again: {listed}")
+    if ended:
+        failed = {reason: [name for name in ended if ended[name] == reason] for reason in ended.values()}
+        listed = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in failed.items())
+        raise DmcpError(f"{len(ended)} runs failed, the same command starts only them again: {listed}")
 
 
 def compare_run(settings: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison."""
     it = runner.read_plan(settings)
-    config = it.protocol.config
-    assert config.search and config.train
-    search, train = replace(config.search, seed=it.seed), replace(config.train, seed=it.seed)
-    config = replace(config, seed=it.seed, search=replace(search, budget=it.budget or "100%"), train=train)
+    if is_locked(folder):
+        session.log("a process whose dmcp compare was killed still does this run: waiting for it")
+    while is_locked(folder):
+        time.sleep(1)
+    if runner.is_done(folder):
+        return
+    config = replace(it.config, holdout=0.0)  # the final training sees all images
     place = {"resume": str(folder)} if runner.is_begun(folder) else {"out": str(folder)}
     request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
-        with session.session(config, request) as here:
+        with session.session(config, request, lambda job: replace(job, config=it.config)) as here:
             runner.OneRun(it, here.job, Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
@@ -83,16 +89,15 @@ def compare_run(settings: Path, folder: Path) -> None:
 
 def _comparison(config: RunConfig, request: Request, job: Job) -> runner.Comparison:
     more, settings = request.more, _read_settings(request.more["set"] or ())
-    epochs, tuned = more["epochs"], more["finetune_epochs"]
-    assert config.search and config.train
-    train = replace(config.train, epochs=epochs, warmup_epochs=min(1, epochs / 2), seed=0)
+    epochs, tuned = config.train.epochs, more["finetune_epochs"]
+    train = replace(config.train, warmup_epochs=min(1, epochs / 2), seed=0)
     names = [word.strip() for word in more["methods"].split(",") if word.strip()]
     methods = [name for word in names for name in (METHODS if word == "all" else [word])]
     return runner.Comparison(
         protocol=runner.Protocol(
-            config=replace(config, seed=0, search=replace(config.search, seed=0), train=train),
+            config=replace(config, seed=0, search=None, train=train),
             facts=job.identity,
-            holdout=more["holdout"],
+            bounds=runner.Bounds(**{it.name: getattr(config.search, it.name) for it in fields(runner.Bounds)}),
             finetune_epochs=max(1, 2 * epochs // 3) if tuned is None else tuned,
             scratch=more["scratch"] is not False,
         ),
@@ -114,14 +119,15 @@ def _read_settings(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _list_planned(runs: Sequence[runner.PlannedRun], folder: Path, as_json: bool) -> None:
-    """The runs, and how far they are; what would be refused is refused."""
+def _list_planned(runs: Sequence[runner.PlannedRun], folder: Path, job: Job, as_json: bool) -> None:
+    """The runs, and how far they are, and the chosen settings; what would be refused is refused."""
     done, begun = ({it.name for it in runs if is_so(folder / it.name)} for is_so in (runner.is_done, runner.is_begun))
     states = ["done" if it.name in done else "begun" if it.name in begun else "missing" for it in runs]
     rows = [{"run": it.name, "state": state, "uses": it.uses} for it, state in zip(runs, states, strict=True)]
     if as_json:
-        session.print_json({"folder": str(folder), "runs": rows})
+        session.print_json({"folder": str(folder), "chosen": job.reasons, "runs": rows})
     else:
         print(table([["run", "state", "starts from"], *([*row.values()] for row in rows)]))
         print(f"{len(done)} of {len(rows)} runs are done in {folder}.")
+        prune.print_chosen(job)
     runner.check_begun(runs, folder)

@@ -360,15 +360,20 @@ def dry_run(config: RunConfig, request: Request) -> None:
     print(f"reachable: from {describe_costs(graph, low)}\n           to   {describe_costs(graph, high)}")
     for it in budgets.values():
         print(f"asked for: at most {', '.join(show_cost(limit.kind, limit.target) for limit in it.limits)}")
-    if job.reasons:
-        print("\nchosen, since not given:")
-    for name, reason in job.reasons.items():
-        print(f"  --{name.replace('_', '-'):<14}{reason}")
+    print_chosen(job)
     print()
     for stage in (*stages, Stage("in all", steps, seconds)):
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
     print(f"\n{memory / 2**30:.1f} GiB on the GPU" if memory else "", end="")
     print("\nNothing was trained, and no run was written.")
+
+
+def print_chosen(job: Job) -> None:
+    """The settings that nobody typed, and why."""
+    if job.reasons:
+        print("\nchosen, since not given:")
+    for name, reason in job.reasons.items():
+        print(f"  --{name.replace('_', '-'):<14}{reason}")
 
 
 def loader_pace(loader: Any, place: torch.device) -> tuple[float, str]:

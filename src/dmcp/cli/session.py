@@ -123,11 +123,11 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
         fresh = with_frozen(fresh, model)
     teacher = _teacher(config, model, data, bool(new_head))
     graph = trace_job(config, model, data.shape)
+    train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
     reasons: Mapping[str, str] = {}
     if typed is not None:
         trained = bool(config.weights and not new_head)
-        config, reasons = settle(config, typed, len(data.train), graph.macs(), trained)
-    train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
+        config, reasons = settle(config, typed, len(train), graph.macs(), trained)
     loaders, test = _loaders(config, train, held, data, place)
     notes = [new_head]
     if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:

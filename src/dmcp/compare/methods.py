@@ -30,7 +30,7 @@ from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, random_widths
 from dmcp.searching.search import SEARCH, search
 from dmcp.searching.subnets import chains
-from dmcp.settings import Sampling, SearchConfig, setting
+from dmcp.settings import Sampling, SearchConfig, TrainConfig, setting
 from dmcp.supernet import Supernet
 
 _RANDOM = 7  # what random numbers are for
@@ -65,28 +65,22 @@ class DmcpConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.search_config(budget="50%")
+        self.search_config(TrainConfig(), 1, budget="50%")
 
-    def search_config(self, **known: Any) -> SearchConfig:
-        """The whole settings of the search."""
-        return SearchConfig(**known | {"epochs": self.epochs, "groups": self.groups, **self.more})
+    def search_config(self, recipe: TrainConfig, batch: int, **known: Any) -> SearchConfig:
+        """The whole settings of the search, its rates by those of a training."""
+        reference = 1024 if recipe.reference_batch else batch  # else rates are never scaled
+        lr = self.lr_share * recipe.lr * reference / (recipe.reference_batch or reference)
+        known |= {"lr": lr, "min_lr": lr / 10, "reference_batch": reference, "weight_decay": recipe.weight_decay}
+        known |= {"label_smoothing": recipe.label_smoothing, "epochs": self.epochs, "groups": self.groups}
+        return SearchConfig(**known | dict(self.more))
 
 
 def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
     """Search the alphas, then take the expected widths."""
-    recipe, loader = problem.recipe, problem.loader
-    reference = 1024 if recipe.reference_batch else samples_of(loader) // len(loader)  # else rates are never scaled
-    lr = config.lr_share * recipe.lr * reference / (recipe.reference_batch or reference)
-    settings = config.search_config(
-        budget=problem.budget,
-        align=problem.align,
-        lr=lr,
-        min_lr=lr / 10,
-        reference_batch=reference,
-        weight_decay=recipe.weight_decay,
-        label_smoothing=recipe.label_smoothing,
-        seed=problem.seed,
-    )
+    loader = problem.loader
+    known: dict[str, Any] = {"budget": problem.budget, "align": problem.align, "seed": problem.seed}
+    settings = config.search_config(problem.recipe, samples_of(loader) // len(loader), **known)
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
     if net.min_widths != problem.min_widths and not settings.min_channels:  # other groups than those of the comparison
         settings = replace(settings, min_channels=dict(problem.min_widths))
@@ -278,6 +272,8 @@ def choose(name: str, problem: Problem, config: Any, state: Mapping[str, Tensor]
     method = find_method(name)
     with blaming(f"{name} failed", TrainingError):
         choice = method.find(problem, config, *((state,) if method.trained or method.prepare else ()))
+        if not isinstance(choice, Choice):
+            raise TrainingError(f"{name} must return a Choice, not a {type(choice).__name__}.")
         choice.check(problem)
     if method.own in (Own.FINETUNED, Own.AS_TRAINED) and choice.model is None:
         raise TrainingError(f"{name}: its own training needs Choice(model=...).")

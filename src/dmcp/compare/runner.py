@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_tensors, read_bytes
 from dmcp.searching.config import extremes
 from dmcp.searching.subnets import chains
-from dmcp.settings import Retrain
+from dmcp.settings import Bound, Retrain, TrainConfig
 from dmcp.storage import load, save
 from dmcp.supernet import Supernet
 from dmcp.training import Runtime, train
@@ -54,12 +55,22 @@ _MAX_BYTES = 2**34  # of a prepared network
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The widths that methods may choose, by the options of these names."""
+
+    groups: int = 10
+    align: int | None = None
+    min_channels: Bound = field(default_factory=dict)
+    max_channels: Bound = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Protocol:
     """What is the same for all runs of a table."""
 
-    config: RunConfig  # network, data, bounds of the widths, and the recipe of all trainings
+    config: RunConfig  # network, data, recipe of all trainings, share of the images that only choices are made by
     facts: Mapping[str, Any]  # what tells network and data from others of the same names
-    holdout: float = 0.1  # share of the training images that methods choose by; in the final training they are back
+    bounds: Bounds = Bounds()
     finetune_epochs: int = 0  # of methods that fine-tune gently; 0: no method is fine-tuned
     scratch: bool = True  # train what methods choose from scratch
 
@@ -88,19 +99,21 @@ class Comparison:
 def config_of(method: str, settings: Mapping[str, Any]) -> Any:
     """The settings of a method; DmcpError for what it does not have."""
     config = find_method(method).config
+    names = [*inspect.signature(config).parameters]
+    if odd := [name for name in settings if name not in names]:
+        raise DmcpError(f"--set: {method} has no setting {odd[0]!r}; it has {', '.join(names) or 'none'}.")
     with blaming(f"--set: {method} (a mapping is written as \"{{'warmup': 0.2}}\")", DmcpError):
         return from_plain(config, dict(settings)) if is_dataclass(config) else config(**settings)
 
 
-def problem_of(config: RunConfig, job: Job, budget: str, **more: Any) -> Problem:
+def problem_of(protocol: Protocol, job: Job, budget: str, **more: Any) -> Problem:
     """What methods get; an empty budget allows the widest network."""
-    graph, bounds = job.graph, config.search
-    assert bounds is not None
+    graph, bounds = job.graph, protocol.bounds
     net, high = Supernet(job.model, graph, bounds.groups, bounds.align), None
     given: dict[str, Any] = {
         "loader": job.loaders.search,
         "held_out": job.test,
-        "recipe": config.train,
+        "recipe": protocol.config.train,
         "align": bounds.align,
     } | more
     given |= {"model": job.model, "graph": graph, "min_widths": net.min_widths}
@@ -122,7 +135,7 @@ class PlannedRun:
     method: str  # or UNPRUNED
     seed: int
     budget: str = ""  # empty: makes a network that others start from
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
+    settings: Mapping[str, Any] = field(default_factory=dict)  # all those of the method
     uses: str = ""  # name of the run whose network this one starts from
 
     @property
@@ -142,20 +155,45 @@ class PlannedRun:
         own = find_method(self.method).own
         return None if own is Own.FINETUNED and not self.protocol.finetune_epochs else own
 
+    @property
+    def recipe(self) -> TrainConfig:
+        """How it trains from scratch."""
+        return replace(self.protocol.config.train, seed=self.seed)
+
+    @property
+    def tuning(self) -> TrainConfig:
+        """How it fine-tunes."""
+        lr, epochs = self.recipe.lr / 10, self.protocol.finetune_epochs
+        gentle = replace(self.recipe, epochs=epochs, lr=lr, warmup_lr=lr, warmup_epochs=0)
+        return self.recipe if find_method(self.method).full else gentle
+
+    @property
+    def config(self) -> RunConfig:
+        """All settings as they are used, for the network that is saved; those of the method are in `settings`."""
+        config, search = self.protocol.config, None
+        ways: dict[Own | None, Retrain] = {Own.FINETUNED: Retrain.FINETUNE, Own.SLIMMABLE: Retrain.SLIMMABLE}
+        retrain = ways.get(self.own, Retrain.NONE) if self.budget and not self.scratch else Retrain.SCRATCH
+        if self.method == DMCP:
+            known = asdict(self.protocol.bounds) | {"budget": self.budget, "seed": self.seed}
+            search = config_of(DMCP, self.settings).search_config(self.recipe, config.batch, **known)
+        used: dict[str, Any] = {"method": self.method, "seed": self.seed, "retrain": retrain, "search": search}
+        train = self.tuning if retrain is Retrain.FINETUNE else self.recipe
+        return replace(config, budgets=(self.budget,) if self.budget else (), train=train, **used)
+
 
 def plan(it: Comparison, job: Job) -> list[PlannedRun]:
     """All runs, each after the one that it starts from; DmcpError for what cannot be."""
     config = it.protocol.config
-    rest, _ = split(job.data.train, it.protocol.holdout)
+    rest, _ = split(job.data.train, config.holdout)
     make_loader(rest, config.batch, train=True)  # refuses a batch that is larger
-    if len({frozenset(problem_of(config, job, text).budget.limits) for text in it.budgets}) < len(it.budgets):
+    if len({frozenset(problem_of(it.protocol, job, text).budget.limits) for text in it.budgets}) < len(it.budgets):
         raise DmcpError(f"--budget: two of {', '.join(it.budgets)} are the same: leave one of them out.")
     one_ratio = it.protocol.scratch and any(find_method(name).one_ratio for name in it.methods)
     methods = it.methods if UNIFORM in it.methods or not one_ratio else (UNIFORM, *it.methods)
     found: dict[str, PlannedRun] = {}
 
     def add(method: str, seed: int, **more: Any) -> str:
-        settings = it.settings.get(title(method), {})
+        settings = {} if method == UNPRUNED else asdict(config_of(method, it.settings.get(title(method), {})))
         run = PlannedRun(protocol=it.protocol, method=method, seed=seed, settings=settings, **more)
         if run.budget and not run.scratch and run.own is None:
             raise DmcpError(f"{method} would not be trained: --finetune-epochs is 0, or it is never fine-tuned.")
@@ -207,12 +245,16 @@ def check_alike(runs: Iterable[PlannedRun], folder: Path) -> None:
     """FileError unless all runs have one protocol, and each method the same settings."""
     known: dict[str, tuple[str, Any]] = {}
     for it in runs:
-        facts = plain(it)
-        shared = facts["protocol"] | {"config": None} | facts["protocol"]["config"]
-        for key, value in (shared | {f"settings of {title(it.method)}": [it.method, facts["settings"]]}).items():
-            name, other = known.setdefault(key, (it.name, value))
-            if value != other:
-                raise FileError(f"{folder}: {name} and {it.name} differ in {key}: give --out another folder.")
+        own, method = plain(it), title(it.method)
+        protocol, config = own["protocol"], own["protocol"].pop("config")
+        facts, trees = protocol.pop("facts"), config.pop("train") | config.pop("engine") | protocol.pop("bounds")
+        every = {f"--methods ({method})": it.method}
+        every |= {f"--set {method}.{key}": value for key, value in own["settings"].items()}
+        every |= {f"--{key.replace('_', '-')}": value for key, value in (trees | config | protocol).items()}
+        for key, new in (every | {f"network or data ({key})": value for key, value in facts.items()}).items():
+            name, old = known.setdefault(key, (it.name, new))
+            if new != old:
+                raise FileError(f"{folder}: {key} {old} there ({name}), {new} here ({it.name}): take another --out.")
 
 
 def plain(it: Any) -> dict[str, Any]:
@@ -229,6 +271,7 @@ class Result:
 
     run: PlannedRun
     networks: tuple[Row, ...]  # named after their training: SAME, or the way of the method's authors
+    widths: Mapping[str, int]  # of all of them
     full_macs: int  # of the unpruned network
     seconds: float  # until the widths were known, or the network that others start from
     sample_passes: int  # in that time
@@ -241,20 +284,19 @@ class OneRun:
     def __init__(self, it: PlannedRun, job: Job, files: Run, runtime: Runtime) -> None:
         self.it, self.job, self.files, self.runtime = it, job, files, runtime
         self.device, self.loader = device_of(job.model), job.loaders.search
-        assert it.protocol.config.train is not None
-        self.recipe = replace(it.protocol.config.train, seed=it.seed)
 
     def do(self) -> None:
         """Prepare or choose, train, test, and write what came out."""
-        it, networks = self.it, tuple[Row, ...]()
+        it, networks, widths = self.it, tuple[Row, ...](), self.job.graph.full
         if it.budget:
             choice = self._choose()
-            passes, networks = choice.sample_passes, self._tested(self._nets(choice), choice.widths)
+            widths, passes = choice.widths, choice.sample_passes
+            networks = self._tested(self._nets(choice), widths)
         elif it.method == UNPRUNED:
             with self._clock():
-                nets = self._train(UNPRUNED, self.job.graph.full)
-            passes = self.recipe.epochs * samples_of(self.loader)
-            networks = self._tested(nets, self.job.graph.full)
+                nets = self._train(UNPRUNED, widths)
+            passes = it.recipe.epochs * samples_of(self.loader)
+            networks = self._tested(nets, widths)
         else:
             prepare = find_method(it.method).prepare
             assert prepare is not None
@@ -266,6 +308,7 @@ class OneRun:
         result = Result(
             run=it,
             networks=networks,
+            widths=dict(widths),
             full_macs=self.job.graph.macs(),
             seconds=read_json(self.files.folder / SPENT)["seconds"],
             sample_passes=passes,
@@ -286,13 +329,13 @@ class OneRun:
 
     def _problem(self) -> Problem:
         it, seed, batch = self.it, self.it.seed, self.it.protocol.config.batch
-        rest, held = split(self.job.data.train, it.protocol.holdout)  # the same for all seeds
+        rest, held = split(self.job.data.train, it.protocol.config.holdout)  # the same for all seeds
         learns = bool(it.settings.get("hold_out"))  # by the held-out images, so that they are shuffled and augmented
         held_out = make_loader(held, min(batch, len(held)), learns, seed, self.device)
-        more: dict[str, Any] = {"recipe": self.recipe, "seed": seed, "runtime": self.runtime, "held_out": held_out}
+        more: dict[str, Any] = {"recipe": it.recipe, "seed": seed, "runtime": self.runtime, "held_out": held_out}
         if learns or find_method(it.method).holds_out:
             more["loader"] = make_loader(rest, batch, True, seed, self.device)
-        return problem_of(it.protocol.config, self.job, it.budget, **more)
+        return problem_of(it.protocol, self.job, it.budget, **more)
 
     def _choose(self) -> Choice:
         """What the method chooses; an interrupted run does not choose again."""
@@ -322,13 +365,12 @@ class OneRun:
         return State(model.state_dict() if model else {}, dict, [], [], [], self.device)
 
     def _train(self, name: str, widths: Widths, kind: Retrain = Retrain.SCRATCH) -> dict[str, nn.Module]:
-        how, job = Retraining(self.recipe, kind), self.job
+        how, job = Retraining(self.it.recipe, kind), self.job
         return train_all(job.model, job.graph, {name: widths}, self.loader, how, runtime=self.runtime)
 
     def _nets(self, choice: Choice) -> dict[str, nn.Module]:
         """The chosen network, trained from scratch and the way of the method's authors, as far as that is wanted."""
-        it, method, own, nets = self.it, find_method(self.it.method), self.it.own, dict[str, nn.Module]()
-        name, epochs, lr = title(it.method), it.protocol.finetune_epochs, self.recipe.lr / 10
+        it, own, name, nets = self.it, self.it.own, title(self.it.method), dict[str, nn.Module]()
         if it.scratch:
             nets |= self._train(name, choice.widths)
         name += ", own"
@@ -338,9 +380,7 @@ class OneRun:
             assert choice.model is not None
             nets[name] = cut(choice.model, self.job.graph, choice.kept)
         if own is Own.FINETUNED:
-            gentle = replace(self.recipe, epochs=epochs, lr=lr, warmup_lr=lr, warmup_epochs=0)
-            recipe = self.recipe if method.full else gentle
-            train(nets[name], self.loader, recipe, runtime=self.runtime.stage(name))
+            train(nets[name], self.loader, it.tuning, runtime=self.runtime.stage(name))
         return nets
 
     def _tested(self, nets: dict[str, nn.Module], widths: Widths) -> tuple[Row, ...]:

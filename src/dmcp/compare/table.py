@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -59,11 +60,11 @@ def _lines(results: Mapping[str, Result], folder: Path) -> list[dict[str, Any]]:
         ends: dict[str, list[float]] = {"macs": [it.macs for it in nets], "params": [it.params for it in nets]}
         ends |= {"macs_share": [net.macs / it.full_macs for it, net in own]}
         line: dict[str, Any] = {"method": title(method), "budget": budget, "training": training}
-        untrained = runs[0].run.protocol.scratch and all(net.name != SAME for net in runs[0].networks)
-        line["same_as"] = UNIFORM if untrained else ""  # who trains these widths by the same recipe
+        alike = [(one := results.get(replace(it.run, method=UNIFORM).name)) and one.widths == it.widths for it in runs]
+        line["same_as"] = UNIFORM if method != UNIFORM and all(alike) else ""  # who trains these widths, too
         line |= {"own": training != SAME, "way": training, "seeds": [it.run.seed for it in runs]}
         line |= {"accuracies": accuracies, "mean": fmean(accuracies), "ms": nets[0].ms}
-        line |= {"deviation": stdev(accuracies) if len(own) > 1 else None}
+        line |= {"deviation": stdev(accuracies) if len(own) > 1 else None, "widths": [dict(it.widths) for it in runs]}
         line |= {name: [min(values), max(values)] for name, values in ends.items()}
         line["search_seconds"], line["sample_passes"] = map(fmean, zip(*costs, strict=True))
         lines.append(line)
@@ -106,7 +107,8 @@ def _cells(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for line in lines:
         found.setdefault((line["method"], line["budget"]), {})[line["own"]] = line
     for (method, budget), both in found.items():
-        line, base, same = next(iter(both.values())), found.get((UNIFORM, budget), {}).get(False), both.get(False)
+        line, base = next(iter(both.values())), found.get((UNIFORM, budget), {}).get(False)
+        same = None if line["same_as"] else both.get(False)
         known = dict(zip(base["seeds"], base["accuracies"], strict=True)) if base else {}
         pairs = zip(same["seeds"], same["accuracies"], strict=True) if same and same is not base else ()
         passes = line["sample_passes"] / 1e6
