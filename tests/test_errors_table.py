@@ -65,6 +65,7 @@ MISTAKES = {
         prune --model resnet18 --data photos --input 1x32x32
         prune --model resnet18 --data digits
         prune --model mytable_net:fixed --data photos
+        prune --model resnet18 --data odd-photos FILES => odd-photos/val/dog
         prune DIGITS --model-args num_classes=3
         prune DIGITS --batch 0
         prune DIGITS --holdout 1.5
@@ -97,9 +98,13 @@ MISTAKES = {
     """,
     "FileError": """
         prune DIGITS --budget 8ms --latency table.json
-        search DIGITS --weights nowhere.pth
+        search DIGITS --weights nowhere.pth => No such file
+        search DIGITS --weights two-nets.pth => net, old, epoch
+        search DIGITS --weights cut-off.pth => cut off
         train DIGITS --widths list.json
         prune DIGITS --out run
+        prune DIGITS --out half => --resume half
+        prune --resume nothing => no such run
         prune --resume empty
         prune --resume run
         prune --resume foreign
@@ -117,7 +122,7 @@ MISTAKES = {
         report run --out empty
     """,
 }
-CASES = [(kind, line.strip()) for kind, lines in MISTAKES.items() for line in lines.strip().splitlines()]
+CASES = [(kind, *it.strip().partition(" => ")[::2]) for kind in MISTAKES for it in MISTAKES[kind].strip().splitlines()]
 NET = """
 from torch import nn
 
@@ -150,6 +155,7 @@ def write_data(here: Path) -> None:
     write_photos(here / "photos", count=2, classes=("cat", "dog"))
     write_photos(here / "long-photos", (1, 201), count=2)
     (write_photos(here / "looped-photos", count=2) / "train" / "cat" / "all").symlink_to("..")
+    shutil.rmtree(write_photos(here / "odd-photos", count=2) / "val" / "dog")
     for path in write_photos(here / "broken-photos", count=2, classes=("cat", "dog")).rglob("*.png"):
         path.write_bytes(path.read_bytes()[:40])
 
@@ -157,7 +163,9 @@ def write_data(here: Path) -> None:
 def write_files(here: Path) -> None:
     (here / "mytable_net.py").write_text(NET)
     torch.save(build("digits:resnet", num_classes=3).state_dict(), here / "three-classes.pth")
-    torch.save(build("digits:resnet", width=24).state_dict(), here / "wide.pth")
+    torch.save(wide := build("digits:resnet", width=24).state_dict(), here / "wide.pth")
+    torch.save({"net": wide, "old": wide, "epoch": 3}, here / "two-nets.pth")
+    (here / "cut-off.pth").write_bytes((here / "wide.pth").read_bytes()[:20_000])
     (here / "list.json").write_text("[1, 2]")
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3))
     (here / "other-widths.json").write_text(json.dumps(trace(net, torch.zeros(2, 1, 8, 8)).full.to_json()))
@@ -203,9 +211,9 @@ def contents(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in files}
 
 
-@pytest.mark.parametrize(("kind", "typed"), CASES, ids=[typed for _, typed in CASES])
+@pytest.mark.parametrize(("kind", "typed", "said"), CASES, ids=[it[1] for it in CASES])
 def test_a_mistake_is_one_sentence_and_exit_code_2(
-    kind: str, typed: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, typed: str, said: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Exception] = []
     tell = main._tell
@@ -215,6 +223,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     code = command(*shlex.split(typed.replace("DIGITS", DIGITS).replace("FILES", FILES)))
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and err.startswith("dmcp: ") and len(err.splitlines()) == 1, err
+    assert said in err and not err.endswith("..\n")
     (error,) = seen
     kinds = {"UsageError": main._UsageError, "OSError": OSError}
     assert isinstance(error, kinds[kind]) if kind in kinds else type(error).__name__ == kind

@@ -19,10 +19,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from test_checkpoint import saved_step
 from test_datasets import write_photos
 from typed import command
 
+from dmcp.models import rebuild
 from dmcp.runtime.io import LOCK, Lock
 
 NET = """
@@ -279,3 +281,13 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
         (run / "settings.json").write_text(settings)
     assert typed(*PRUNE, "--resume", run) == 0  # the same once more is no contradiction
     assert_same(run, whole)
+
+
+def test_other_weights_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, file = tmp_path / "run", tmp_path / "given.pth"
+    given, other = (rebuild("killed_net:build", (), 10, seed).state_dict() for seed in (1, 2))
+    torch.save({"ema": other, "model": given}, file)
+    argv = ("train", *COMMON, "--epochs", "1", "--weights", file, "--out", run)
+    assert typed(*argv, moment=step_of("unpruned", 12)) == -1 and "model is used" in capfd.readouterr().err
+    torch.save(other, file)
+    assert typed("train", "--resume", run) == 2 and "weights was" in capfd.readouterr().err

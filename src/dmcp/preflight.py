@@ -112,10 +112,14 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
         output = _output(unwrap(model), example, train)
         if output is None:  # whoever runs it next says why
             return
-        if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < classes:
+        if not isinstance(output, Tensor) or output.ndim != 2:
             raise TrainingError(
                 f"The network must give one tensor of {len(example)} images x {classes} classes, also in training: the "
                 "command line trains classifiers only; dmcp.prune in Python takes any network."
+            )
+        if (found := output.shape[1]) != classes:
+            raise TrainingError(
+                f"The network has {found} outputs for {classes} classes: let its builder take num_classes."
             )
 
 

@@ -89,7 +89,7 @@ def _tell(error: BaseException, code: int, debug: bool) -> None:
     if isinstance(error, _UsageError):
         text, ctx = error.format_message().rstrip("."), error.ctx  # type: ignore[attr-defined]
         sentence = text if text.endswith("?") else f"{text}; see {ctx.command_path if ctx else 'dmcp'} --help."
-    elif isinstance(error, OSError):  # of the machine: a full disk, a folder that nobody may read
+    elif isinstance(error, OSError) and not isinstance(error, DmcpError):  # a full disk, a folder that none may read
         sentence = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror or error}."
     elif isinstance(error, MemoryError):
         sentence = "out of memory: try a smaller --batch."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,19 +99,18 @@ def _folder(path: Path, size: int | tuple[int, int], strict: bool) -> DataSets:
     sides = size if isinstance(size, tuple) else (size, size)
     train, test = (_list_part(path, part, sides) for part in _PARTS)
     if strict and (odd := wrong_classes(train, test)):
-        raise DataError(f"{path}: classes without images, or not in both train/ and val/: {', '.join(odd[:3])}.")
+        raise DataError(f"{path}: classes need images in train/ and val/; there are none in {', '.join(odd[:3])}.")
     if strict and train.classes < 2:
         raise DataError(f"{path}: at least two classes are needed.")
     return DataSets(train, test, train.classes, train.shape, (str(path / _PARTS[0]), str(path / _PARTS[1])))
 
 
 def wrong_classes(train: FolderSet, test: FolderSet) -> list[str]:
-    """Folders of classes that have no images, or that are in one of train/ and val/ only."""
+    """Folders of classes in train/ and val/ that hold no images, or are not there."""
     found = []
-    for part, own, other in ((_PARTS[0], train, test), (_PARTS[1], test, train)):
-        counts = Counter(own.labels.tolist())
-        odd = [name for number, name in enumerate(own.names) if not counts[number] or name not in other.names]
-        found += [os.path.join(own.root, part, name) for name in odd]
+    for part, own in ((_PARTS[0], train), (_PARTS[1], test)):
+        full = {own.names[number] for number in {*own.labels.tolist()}}
+        found += [os.path.join(own.root, part, name) for name in sorted({*train.names, *test.names} - full)]
     return found
 
 
@@ -143,11 +141,10 @@ def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
         yield root, [it for it in files if it.lower().endswith(_ENDINGS) and not it.startswith(".")]
 
 
-def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
-    """Height and width of a file of median height among a few; None if none of them can be read."""
+def some_sizes(dataset: FolderSet) -> list[tuple[int, int]]:
+    """Heights and widths of a few files, in order, of those that can be read."""
     looked = _look_at(dataset.paths[:: -(-len(dataset) // 9)], whole=False)
-    sizes = sorted(it for it in looked if not isinstance(it, Broken))  # a broken file is reported where it is needed
-    return sizes[(len(sizes) - 1) // 2] if sizes else None
+    return sorted(it for it in looked if not isinstance(it, Broken))  # a broken file is reported where it is needed
 
 
 # what is in a data set
