@@ -65,11 +65,9 @@ MISTAKES = {
         prune --model resnet18 --data photos --input 1x32x32
         prune --model resnet18 --data digits
         prune --model mytable_net:fixed --data photos
-        prune --model resnet18 --data odd-photos FILES => odd-photos/val/dog
         prune DIGITS --model-args num_classes=3
         prune DIGITS --batch 0
         prune DIGITS --holdout 1.5
-        evaluate run --data photos --batch 2
     """,
     "BudgetError": """
         prune DIGITS --budget 50% --budget 0.1%
@@ -88,6 +86,7 @@ MISTAKES = {
         prune DIGITS --teacher three-classes.pth
         train DIGITS --widths other-widths.json
         train DIGITS --widths edited/widths.json
+        evaluate run --data photos --batch 2
     """,
     "TrainingError": """
         train DIGITS --epochs 0
@@ -104,8 +103,7 @@ MISTAKES = {
         train DIGITS --widths list.json
         prune DIGITS --out run
         prune DIGITS --out half => --resume half
-        prune --resume nothing => no such run
-        prune --resume empty
+        prune --resume empty => no such run
         prune --resume run
         prune --resume foreign
         sample half
@@ -155,7 +153,6 @@ def write_data(here: Path) -> None:
     write_photos(here / "photos", count=2, classes=("cat", "dog"))
     write_photos(here / "long-photos", (1, 201), count=2)
     (write_photos(here / "looped-photos", count=2) / "train" / "cat" / "all").symlink_to("..")
-    shutil.rmtree(write_photos(here / "odd-photos", count=2) / "val" / "dog")
     for path in write_photos(here / "broken-photos", count=2, classes=("cat", "dog")).rglob("*.png"):
         path.write_bytes(path.read_bytes()[:40])
 

@@ -283,11 +283,10 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
     assert_same(run, whole)
 
 
-def test_other_weights_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run, file = tmp_path / "run", tmp_path / "given.pth"
+def test_other_weights_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     given, other = (rebuild("killed_net:build", (), 10, seed).state_dict() for seed in (1, 2))
-    torch.save({"ema": other, "model": given}, file)
-    argv = ("train", *COMMON, "--epochs", "1", "--weights", file, "--out", run)
+    torch.save({"ema": other, "model": given}, "given.pth")
+    argv = ("train", *COMMON, "--epochs", "1", "--weights", "given.pth", "--out", "run")
     assert typed(*argv, moment=step_of("unpruned", 12)) == -1 and "model is used" in capfd.readouterr().err
-    torch.save(other, file)
-    assert typed("train", "--resume", run) == 2 and "weights was" in capfd.readouterr().err
+    torch.save(other, "given.pth")
+    assert typed("train", "--resume", "run") == 2 and "weights was" in capfd.readouterr().err

@@ -28,6 +28,7 @@ from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import make_optimizer
 from dmcp.tracing.trace import wrong_dtype
 from dmcp.training import Task, check_trainable, evaluate, parameter_groups
+from dmcp.units import by
 
 
 def preflight(
@@ -112,14 +113,11 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
         output = _output(unwrap(model), example, train)
         if output is None:  # whoever runs it next says why
             return
-        if not isinstance(output, Tensor) or output.ndim != 2:
+        if not isinstance(output, Tensor) or output.shape[1:] != (classes,):
+            found = by(output.shape[1:]) if isinstance(output, Tensor) else f"a {type(output).__name__} of"
             raise TrainingError(
-                f"The network must give one tensor of {len(example)} images x {classes} classes, also in training: the "
-                "command line trains classifiers only; dmcp.prune in Python takes any network."
-            )
-        if (found := output.shape[1]) != classes:
-            raise TrainingError(
-                f"The network has {found} outputs for {classes} classes: let its builder take num_classes."
+                f"In {'training' if train else 'the test'} the network gives {found} outputs for an image, the data "
+                f"have {classes} classes: let its builder take num_classes; dmcp.prune in Python takes any network."
             )
 
 

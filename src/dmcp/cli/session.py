@@ -153,11 +153,9 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
 
 def _sample_shape(config: RunConfig, model: nn.Module, sizes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Shape of image files of about these sizes for the network: what it states, their one size, or the usual one."""
-    usual = models.sample_shape(model)
-    if models.of_library(config.model) or len({*sizes}) != 1 or max(sizes[0]) > _LARGEST:
-        return usual
-    own = models.sample_shape(model, (3, *sizes[0]))
-    return own if classes_of(model, torch.zeros(2, *own)) else usual
+    common = len({*sizes}) == 1 and max(sizes[0]) <= _LARGEST and not models.of_library(config.model)
+    own = models.sample_shape(model, (3, *sizes[0])) if common else ()
+    return own if own and classes_of(model, torch.zeros(2, *own)) else models.sample_shape(model)
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -234,13 +232,12 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
             return safetensors.torch.load_file(path)
         with warnings.catch_warnings(action="ignore"):  # of a TorchScript file, which is refused
             found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, PermissionError, IsADirectoryError, SafetensorError) as error:
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     except Exception as error:  # torch raises many kinds for a file that is cut off, or holds more than weights
-        reason = "not plain weights, as torch.save(model.state_dict(), ...) writes them"
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | SafetensorError):
-            reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        elif not zipfile.is_zipfile(path):
-            reason = "broken or cut off, or not a file that torch.save of today writes"
-        raise FileError(f"{path}: {reason}.") from error
+        reason = "" if zipfile.is_zipfile(path) else "broken, cut off or "
+        way = "as torch.save(model.state_dict(), ...) writes them"
+        raise FileError(f"{path}: {reason}not plain weights, {way}.") from error
     inner = found if isinstance(found, Mapping) else {}
     tables = [key for key, it in inner.items() if _is_table(it)]
     for key in ("state_dict", "model_state_dict", "model", *(tables if len(tables) == 1 else ())):
@@ -257,9 +254,7 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
 
 
 def _is_table(found: Any) -> bool:
-    """Whether it holds tensors by name, and nothing else."""
-    inner = [*found.items()] if isinstance(found, Mapping) else []
-    return inner != [] and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in inner)
+    return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
 
 
 # the data
@@ -279,9 +274,9 @@ def sized(data: DataSets, name: str, text: str) -> DataSets:
         if text and wanted != data.shape:
             raise DataError(f"--input: the images of {name} are {by(data.shape)}: leave it out.")
         return data
-    if len(wanted) != 3 or wanted[0] != 3:
-        raise DataError(f"--input: image files are read in colour, like 3x224x224 or 3x240x320, not {by(wanted)}.")
-    train, test = (replace(part, size=wanted[1:]) for part in (data.train, data.test))
+    if len(wanted) != 3 or wanted[0] not in (1, 3):
+        raise DataError(f"--input: image files have 3 channels, like 3x240x320, or 1 in grey, not {by(wanted)}.")
+    train, test = (replace(part, size=wanted[1:], channels=wanted[0]) for part in (data.train, data.test))
     return replace(data, train=train, test=test, shape=train.shape)
 
 

@@ -22,6 +22,7 @@ from dmcp.errors import DataError
 from dmcp.runtime.io import quote
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
+SCALES = {3: (MEAN, STD), 1: ((0.458971,), (0.225609,))}  # by channels; of grey: PIL's shares of the colours
 _KEPT = 0.875  # share of each side of a test image that the crop keeps
 _MAX_RATIO = 200  # of the sides of an image file
 
@@ -43,9 +44,7 @@ def _open(path: str) -> Image:
     image = PIL.Image.open(path, formats=_FORMATS)
     if max(image.size) > _MAX_RATIO * min(image.size):
         image.close()
-        raise ValueError(
-            f"one side is more than {_MAX_RATIO} times the other: enlarged to be cropped, it needs gigabytes"
-        )
+        raise ValueError(f"one side is more than {_MAX_RATIO} times the other: it would be enlarged to gigabytes")
     return image
 
 
@@ -79,6 +78,7 @@ class FolderSet:
     names: tuple[str, ...] = ()  # of the classes, in the order of their numbers
     root: str = ""  # folder that `train/` and `val/` are in
     whole: tuple[str, ...] = ()  # all paths there of which these are some; empty: these
+    channels: int = 3  # or 1: grey
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -86,7 +86,7 @@ class FolderSet:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one image as the model gets it: channels, height, width."""
-        return 3, *self.size
+        return self.channels, *self.size
 
     def subset(self, indices: Tensor) -> FolderSet:
         """The files at these places."""
@@ -306,13 +306,13 @@ def preprocessing(data: DataSets) -> dict[str, Any]:
     files = isinstance(test, FolderSet)
     return {
         "shape": list(data.shape),
-        "channels": "RGB" if files else "as stored",
+        "channels": {3: "RGB", 1: "L"}[data.shape[0]] if files else "as stored",
         "resize": list(before_crop(test.size)) if isinstance(test, FolderSet) else None,
         "interpolation": "bilinear" if files else None,
         "crop": list(test.size) if isinstance(test, FolderSet) else None,
         "range": [0.0, 1.0 if files else 255.0],
-        "mean": list(MEAN if isinstance(test, FolderSet) else test.mean),
-        "std": list(STD if isinstance(test, FolderSet) else test.std),
+        "mean": list(SCALES[test.channels][0] if isinstance(test, FolderSet) else test.mean),
+        "std": list(SCALES[test.channels][1] if isinstance(test, FolderSet) else test.std),
         "classes": list(test.names) if isinstance(test, FolderSet) else [],
     }
 
