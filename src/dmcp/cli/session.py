@@ -99,7 +99,7 @@ class Job:
         labels = torch.cat([self.data.train.labels, self.data.test.labels]).numpy().tobytes()
         counts = {"train": len(self.data.train), "test": len(self.data.test), "shape": list(self.data.shape)}
         data = counts | {"labels": hashlib.sha256(labels).hexdigest()[:16]}
-        given = {"weights": self.model if self.config.weights else None, "teacher": self.teacher}
+        given = {"hash of --weights": self.model if self.config.weights else None, "teacher": self.teacher}
         hashes = {name: digest(net.state_dict(), SINGLE_PROCESS) for name, net in given.items() if net is not None}
         return {"fingerprint": self.graph.fingerprint, "macs": self.graph.macs(), "data": data} | hashes
 
@@ -154,8 +154,8 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
 def _sample_shape(config: RunConfig, model: nn.Module, sizes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Shape of image files of about these sizes for the network: what it states, their one size, or the usual one."""
     common = len({*sizes}) == 1 and max(sizes[0]) <= _LARGEST and not models.of_library(config.model)
-    own = models.sample_shape(model, (3, *sizes[0])) if common else ()
-    return own if own and classes_of(model, torch.zeros(2, *own)) else models.sample_shape(model)
+    shapes = [models.sample_shape(model, (channels, *sizes[0])) for channels in (3, 1)] if common else []
+    return next((it for it in shapes if classes_of(model, torch.zeros(2, *it))), models.sample_shape(model))
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -243,7 +243,7 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
     for key in ("state_dict", "model_state_dict", "model", *(tables if len(tables) == 1 else ())):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
-            notes += [f"{path}: of its tables {', '.join(map(str, tables))}, {key} is used."] if len(tables) > 1 else []
+            notes += [f"{path} holds {', '.join(map(str, tables))}: {key} is used."] if len(tables) > 1 else []
     if not _is_table(found):
         keys = ", ".join(map(str, [*inner][:9])) or type(found).__name__
         raise FileError(f"{path}: holds no table of weights, or several without a known name, but {keys}.")
