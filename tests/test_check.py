@@ -11,7 +11,9 @@ from PIL import Image
 from test_cli import Capture, run
 from test_datasets import write_photos, write_shards
 
+from dmcp.cli.config import RunConfig
 from dmcp.cli.prune import loader_pace
+from dmcp.cli.session import open_job
 from dmcp.data.datasets import DataSets, FolderSet, check_data, load, no_images, preprocessing
 
 NETWORK = ("--model", "my_small_net:build", "--data", "photos", "--batch", "4", "--device", "cpu")
@@ -20,9 +22,9 @@ TRAIN = ("train", *SMALL, "--epochs", "1", "--quiet", "--json")
 NET = """
 from torch import nn
 
-def build(num_classes=2):
+def build(num_classes=2, kernel=3):
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), head)
+    return nn.Sequential(nn.Conv2d(3, 8, kernel), nn.BatchNorm2d(8), nn.ReLU(), head)
 """
 
 
@@ -67,7 +69,8 @@ def test_wrong_classes_are_reported_all_at_once(here: Path, capsys: Capture) -> 
         (photos / name / "0.png").unlink()
     (photos / "val" / "fox").mkdir()
     facts = check_data(opened())
-    assert facts["wrong_classes"] == [f"photos/{it}" for it in ("train/ant", "train/bee", "val/cat", "val/fox")]
+    lacking = "train/ant train/bee train/fox val/cat val/fox"
+    assert facts["wrong_classes"] == [f"photos/{it}" for it in lacking.split()]
     assert facts["classes"] == 3 and not facts["well"]
     code, out, _ = run(capsys, "data", "photos", "--quiet")
     assert code == 2 and all(name in out for name in facts["wrong_classes"])
@@ -127,9 +130,21 @@ def test_a_slow_loader_is_reported(here: Path, capsys: Capture, monkeypatch: pyt
     assert code == 0 and "for a batch and holds back search" in err and json.loads(out)["seconds"] > 100
 
 
+def test_an_own_network_gets_images_of_one_size_as_they_are(here: Path) -> None:
+    for sizes, kernel, shape in (
+        (((40, 32),), 3, "3x40x32"),
+        (((40, 32), (32, 40)), 3, "3x224x224"),
+        (((20, 600),), 3, "3x224x224"),
+        (((32, 40),), 35, "3x224x224"),  # the network cannot take them
+    ):
+        data, args = str(write_photos(here / str(sizes), *sizes, count=2)), (f"kernel={kernel}",)
+        job = open_job(RunConfig(model="my_small_net:build", model_args=args, data=data, device="cpu", batch=2))
+        assert job.config.input == shape and job.reasons["input"].startswith(f"{shape}: ")
+
+
 def test_what_is_odd_about_the_data_is_said_once(here: Path, capsys: Capture) -> None:
     """Images that are enlarged."""
-    data = write_photos(here / "photos", (64, 48), count=7)
+    data = write_photos(here / "photos", (64, 48), (64, 47), (64, 48), count=7)
     (data / "train" / "cat" / "0.png").unlink()
     words = (*NETWORK, "--epochs", "1", "--quiet", "--batch", "10", "--model-args", "num_classes=5")
     code, _, err = run(capsys, "train", *words, "--out", "run")

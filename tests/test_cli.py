@@ -142,7 +142,7 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
     two = nn.ModuleList([nn.Linear(4, 10), nn.Linear(4, 10)])  # which one gives the classes?
     torch.save(nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).state_dict(), tmp_path / "two.pth")
     with pytest.raises(WidthsError):
-        load_weights(two, tmp_path / "two.pth", 10)
+        load_weights(two, tmp_path / "two.pth", [], 10)
 
 
 def test_a_dry_run_trains_and_writes_nothing_and_knows_of_bounds(

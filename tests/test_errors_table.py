@@ -68,7 +68,6 @@ MISTAKES = {
         prune DIGITS --model-args num_classes=3
         prune DIGITS --batch 0
         prune DIGITS --holdout 1.5
-        evaluate run --data photos --batch 2
     """,
     "BudgetError": """
         prune DIGITS --budget 50% --budget 0.1%
@@ -87,6 +86,7 @@ MISTAKES = {
         prune DIGITS --teacher three-classes.pth
         train DIGITS --widths other-widths.json
         train DIGITS --widths edited/widths.json
+        evaluate run --data photos --batch 2
     """,
     "TrainingError": """
         train DIGITS --epochs 0
@@ -97,10 +97,13 @@ MISTAKES = {
     """,
     "FileError": """
         prune DIGITS --budget 8ms --latency table.json
-        search DIGITS --weights nowhere.pth
+        search DIGITS --weights nowhere.pth => No such file
+        search DIGITS --weights two-nets.pth => net, old, epoch
+        search DIGITS --weights cut-off.pth => cut off
         train DIGITS --widths list.json
         prune DIGITS --out run
-        prune --resume empty
+        prune DIGITS --out half => --resume half
+        prune --resume empty => no such run
         prune --resume run
         prune --resume foreign
         sample half
@@ -117,7 +120,7 @@ MISTAKES = {
         report run --out empty
     """,
 }
-CASES = [(kind, line.strip()) for kind, lines in MISTAKES.items() for line in lines.strip().splitlines()]
+CASES = [(kind, *it.strip().partition(" => ")[::2]) for kind in MISTAKES for it in MISTAKES[kind].strip().splitlines()]
 NET = """
 from torch import nn
 
@@ -157,7 +160,9 @@ def write_data(here: Path) -> None:
 def write_files(here: Path) -> None:
     (here / "mytable_net.py").write_text(NET)
     torch.save(build("digits:resnet", num_classes=3).state_dict(), here / "three-classes.pth")
-    torch.save(build("digits:resnet", width=24).state_dict(), here / "wide.pth")
+    torch.save(wide := build("digits:resnet", width=24).state_dict(), here / "wide.pth")
+    torch.save({"net": wide, "old": wide, "epoch": 3}, here / "two-nets.pth")
+    (here / "cut-off.pth").write_bytes((here / "wide.pth").read_bytes()[:20_000])
     (here / "list.json").write_text("[1, 2]")
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3))
     (here / "other-widths.json").write_text(json.dumps(trace(net, torch.zeros(2, 1, 8, 8)).full.to_json()))
@@ -203,9 +208,9 @@ def contents(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in files}
 
 
-@pytest.mark.parametrize(("kind", "typed"), CASES, ids=[typed for _, typed in CASES])
+@pytest.mark.parametrize(("kind", "typed", "said"), CASES, ids=[it[1] for it in CASES])
 def test_a_mistake_is_one_sentence_and_exit_code_2(
-    kind: str, typed: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, typed: str, said: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Exception] = []
     tell = main._tell
@@ -215,6 +220,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     code = command(*shlex.split(typed.replace("DIGITS", DIGITS).replace("FILES", FILES)))
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and err.startswith("dmcp: ") and len(err.splitlines()) == 1, err
+    assert said in err and not err.endswith("..\n")
     (error,) = seen
     kinds = {"UsageError": main._UsageError, "OSError": OSError}
     assert isinstance(error, kinds[kind]) if kind in kinds else type(error).__name__ == kind

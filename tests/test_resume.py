@@ -26,6 +26,7 @@ from test_datasets import write_photos
 from typed import command
 
 import dmcp
+from dmcp.models import rebuild
 from dmcp.runs import read_run
 from dmcp.runtime.io import LOCK, Lock
 
@@ -288,3 +289,12 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
     assert first.items() >= here.items() and first | {"log_lines": 20} == second
     times = [datetime.fromisoformat(it) for it in (began, went_on)]
     assert times[0] < times[1] <= datetime.now(UTC) and read_run(run).started == times[0]
+
+
+def test_other_weights_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    given, other = (rebuild("killed_net:build", (), 10, seed).state_dict() for seed in (1, 2))
+    torch.save({"ema": other, "model": given}, "given.pth")
+    argv = ("train", *COMMON, "--epochs", "1", "--weights", "given.pth", "--out", "run")
+    assert typed(*argv, moment=step_of("unpruned", 12)) == -1 and "model is used" in capfd.readouterr().err
+    torch.save(other, "given.pth")
+    assert typed("train", "--resume", "run") == 2 and "weights was" in capfd.readouterr().err

@@ -144,10 +144,10 @@ def argument(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def sample_shape(model: nn.Module) -> tuple[int, ...]:
-    """Shape of one image for the model: its `sample_shape`, timm's input_size, else 3x224x224."""
+def sample_shape(model: nn.Module, usual: tuple[int, ...] = (3, 224, 224)) -> tuple[int, ...]:
+    """Shape of one image for the model: its `sample_shape`, timm's input_size, else the usual one."""
     config = getattr(model, "pretrained_cfg", None) or {}
-    return tuple(getattr(model, "sample_shape", None) or config.get("input_size", (3, 224, 224)))
+    return tuple(getattr(model, "sample_shape", None) or config.get("input_size", usual))
 
 
 def names(timm: bool = False) -> list[str]:

@@ -28,6 +28,7 @@ from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import make_optimizer
 from dmcp.tracing.trace import wrong_dtype
 from dmcp.training import Task, check_trainable, evaluate, parameter_groups
+from dmcp.units import by
 
 
 def preflight(
@@ -112,10 +113,11 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
         if output is None:  # whoever runs it next says why
             return
         scores = scores_of(output)
-        if scores is None or scores.ndim != 2 or scores.shape[1] < classes:
+        if scores is None or scores.shape[1:] != (classes,):
+            found = f"a {type(output).__name__} of" if scores is None else by(scores.shape[1:])
             raise TrainingError(
-                f"The network must give {len(example)} images x {classes} classes (a tensor, logits, or the first of a "
-                "tuple), also in training: the command line trains classifiers only; dmcp.prune in Python takes all."
+                f"In {'training' if train else 'the test'} the network gives {found} outputs for an image, the data "
+                f"have {classes} classes: let its builder take num_classes; dmcp.prune in Python takes any network."
             )
 
 

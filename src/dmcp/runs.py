@@ -206,7 +206,8 @@ def refuse_taken(path: Path) -> None:
     names = {it.name for it in path.iterdir()} if path.exists() else set()
     staged = {io.staging_name(name) for name in START}
     if names - staged - {io.LOCK} - ({*START} if io.staging_name(SETTINGS) in names else set()):
-        raise FileError(f"{path} already holds files: give the run another folder, or remove this one.")
+        again = f"go on with that run (--resume {path}), " if is_run(path) and not Run(path).done else ""
+        raise FileError(f"{path} already holds files: {again}give the run another folder, or remove this one.")
 
 
 def slug(text: str) -> str:

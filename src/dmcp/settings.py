@@ -308,7 +308,7 @@ def default_batch(images: int, macs: int) -> tuple[int, str]:
     batch = usual
     while batch > 1 and images // batch < _MIN_PER_EPOCH:
         batch //= 2
-    return batch, reason if batch == usual else f"so that {images:,} images make {_MIN_PER_EPOCH} steps in an epoch"
+    return batch, reason if batch == usual else f"so that {images:,} images make {images // batch} steps in an epoch"
 
 
 def middle(budgets: Sequence[int | float | str | Budget]) -> int | float | str | Budget:

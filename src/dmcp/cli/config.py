@@ -93,9 +93,11 @@ _PARTS: dict[str, Any] = {"": RunConfig, "train": TrainConfig, "search": SearchC
 
 def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
     """All that the settings of a run say, and its tree; FileError where they are not of this version."""
-    from dmcp.runs import SETTINGS, read_json  # imports torch
+    from dmcp.runs import SETTINGS, is_run, read_json  # imports torch
     from dmcp.runtime.io import from_plain, quote
 
+    if not is_run(run):
+        raise FileError(f"{run}: there is no such run: dmcp runs FOLDER lists those in a folder.")
     stored = read_json(run / SETTINGS)
     try:
         return stored, from_plain(RunConfig, {it.name: stored[it.name] for it in fields(RunConfig)})
@@ -334,7 +336,7 @@ _WITHOUT = {
     - {"lr", "weight_decay", "label_smoothing"},
 }
 _CHOSEN = ("epochs", "lr", "search_epochs", "search_images", "search_lr", "warmup", "batch", "weight_decay")
-_DEFAULTS = dict.fromkeys(_CHOSEN, "what suits network and data: see --dry-run") | {
+_DEFAULTS = dict.fromkeys(_CHOSEN, "what suits network and data: see prune --dry-run, or settings.json of the run") | {
     "retrain": "finetune; of train without --weights: scratch",
     "teacher": "auto of prune, else none",
     "budget": "50%",

@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -34,13 +35,13 @@ from dmcp.checkpoint import digest
 from dmcp.cli.config import GIVEN, Request, RunConfig, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
-from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, preprocessing, split, usual_size
+from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, preprocessing, some_sizes, split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, device_name
 from dmcp.losses import check_range, scores_of
 from dmcp.modules import kept_modes
-from dmcp.preflight import check_classifier, check_forward
+from dmcp.preflight import check_classifier, check_forward, classes_of
 from dmcp.progress import phase
 from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, read_kinds
@@ -56,6 +57,7 @@ from dmcp.training import Event, Runtime
 from dmcp.units import FS_PER_MS, by, counted
 from dmcp.widths import Widths
 
+_LARGEST = 512  # side of images that an own network gets as they are, unless told: larger ones are photographs
 _ENLARGED = 1.5  # times by which images may grow without a word
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -97,12 +99,13 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must stay as it is while a run goes on: the network, the data, the teacher."""
+        """What must stay as it is while a run goes on: the network, its weights, the data, the teacher."""
         labels = torch.cat([self.data.train.labels, self.data.test.labels]).numpy().tobytes()
         counts = {"train": len(self.data.train), "test": len(self.data.test), "shape": list(self.data.shape)}
         data = counts | {"labels": hashlib.sha256(labels).hexdigest()[:16]}
-        teacher = {} if self.teacher is None else {"teacher": digest(self.teacher.state_dict(), SINGLE_PROCESS)}
-        return {"fingerprint": self.graph.fingerprint, "macs": self.graph.macs(), "data": data} | teacher
+        given = {"hash of --weights": self.model if self.config.weights else None, "teacher": self.teacher}
+        hashes = {name: digest(net.state_dict(), SINGLE_PROCESS) for name, net in given.items() if net is not None}
+        return {"fingerprint": self.graph.fingerprint, "macs": self.graph.macs(), "data": data} | hashes
 
 
 def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
@@ -113,23 +116,27 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     place = place_of(config)
     data = load(config.data)
     fresh = build(config, data.classes)
-    data = sized(data, config.data, config.input, models.sample_shape(fresh))
-    found = usual_size(data.train) if isinstance(data.train, FolderSet) and not config.input else None
+    found, reasons = None, dict[str, str]()
+    if isinstance(data.train, FolderSet) and not config.input:
+        sizes = some_sizes(data.train)
+        found, chosen = sizes[(len(sizes) - 1) // 2] if sizes else None, _sample_shape(config, fresh, sizes)
+        why = "the size of the images" if chosen[1:] == found else "usual for such networks"
+        config, reasons["input"] = replace(config, input=by(chosen)), f"{by(chosen)}: {why}"
+    data = sized(data, config.data, config.input)
     check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if found else "")
-    model, new_head = fresh, ""
+    model, new_head, notes = fresh, False, list[str]()
     if config.weights:
         model = build(config, data.classes)
-        new_head = load_weights(model, Path(config.weights), data.classes)
+        new_head = load_weights(model, Path(config.weights), notes, data.classes)
         fresh = with_frozen(fresh, model)
-    teacher = _teacher(config, model, data, bool(new_head))
+    teacher = _teacher(config, model, data, new_head, notes)
     graph = trace_job(config, model, data.shape)
     train, held = split(data.train, config.holdout, config.seed) if config.holdout else (data.train, None)
-    reasons: Mapping[str, str] = {}
     if typed is not None:
         trained = bool(config.weights and not new_head)
-        config, reasons = settle(config, typed, len(train), graph.macs(), trained)
+        config, others = settle(config, typed, len(train), graph.macs(), trained)
+        reasons |= others
     loaders, test = _loaders(config, train, held, data, place)
-    notes = [new_head]
     if found and max(new / old for new, old in zip(data.shape[1:], found, strict=True)) >= _ENLARGED:
         larger = f"The images are about {by(found)} and are enlarged to {by(data.shape[1:])}"
         notes.append(f"{larger}: give --input 3x{by(found)} to train at their size.")
@@ -140,12 +147,19 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
         data=data,
         loaders=loaders,
         test=test,
-        notes=tuple(filter(None, [*notes, *graph.notes])),
+        notes=(*notes, *graph.notes),
         teacher=teacher and teacher.to(place),
-        new_head=bool(new_head),
+        new_head=new_head,
         config=config,
         reasons=reasons,
     )
+
+
+def _sample_shape(config: RunConfig, model: nn.Module, sizes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Shape of image files of about these sizes for the network: what it states, their one size, or the usual one."""
+    common = len({*sizes}) == 1 and max(sizes[0]) <= _LARGEST and not models.of_library(config.model)
+    shapes = [models.sample_shape(model, (channels, *sizes[0])) for channels in (3, 1)] if common else []
+    return next((it for it in shapes if classes_of(model, torch.zeros(2, *it))), models.sample_shape(model))
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -179,7 +193,7 @@ def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> C
     return graph
 
 
-def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool) -> nn.Module | None:
+def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool, notes: list[str]) -> nn.Module | None:
     """The network that others learn from, if it is trained already."""
     if config.teacher in ("", AUTO, UNPRUNED):
         return None
@@ -191,16 +205,16 @@ def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool
         config = replace(config, model=config.teacher_model, model_args=config.teacher_model_args)
     found = build(config, data.classes)
     check_fit(found, data, f" ({config.model}, the teacher)")
-    load_weights(found, Path(config.teacher))  # no fresh last layer: it has nothing to teach
+    load_weights(found, Path(config.teacher), notes)  # no fresh last layer: it has nothing to teach
     return found
 
 
-def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> str:
+def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | None = None) -> bool:
     """Put the weights of a file into the model; never by pickle.
 
-    With `classes`, a last layer for another number of them stays as it is, and a sentence says so; all else must fit.
+    With `classes`, a last layer for another number of them stays as it is: then True, and a note; all else must fit.
     """
-    tensors, own = _read_tensors(path), model.state_dict()
+    tensors, own = _read_tensors(path, notes), model.state_dict()
     wrong = [name for name in own if name in tensors and tensors[name].shape != own[name].shape]
     odd = [name for name in {**own, **tensors} if (name in own) != (name in tensors)]
     odd = [name for name in odd if not name.endswith("num_batches_tracked")]  # old files have none
@@ -211,29 +225,40 @@ def load_weights(model: nn.Module, path: Path, classes: int | None = None) -> st
         there, here = (by(it[name].shape) if name in it else "not there" for it in (tensors, own))
         raise WidthsError(f"{path}: weights of another network: {name} is {there} in the file, {here} in the network.")
     model.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in wrong}, strict=False)
-    if not wrong:
-        return ""
-    return f"{layers.pop()} is for {len(tensors[wrong[0]])} classes, the data have {classes}: it starts fresh."
+    for name in layers:
+        notes.append(f"{name} is for {len(tensors[wrong[0]])} classes, the data have {classes}: it starts fresh.")
+    return bool(wrong)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError) as error:
+        with warnings.catch_warnings(action="ignore"):  # of a TorchScript file, which is refused
+            found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, PermissionError, IsADirectoryError, SafetensorError) as error:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except Exception as error:  # torch raises many kinds for a file that holds more than weights
-        raise FileError(f"{path}: not plain weights, as torch.save(model.state_dict(), ...) writes them.") from error
-    for key in ("state_dict", "model_state_dict", "model"):
+    except Exception as error:  # torch raises many kinds for a file that is cut off, or holds more than weights
+        reason = "" if zipfile.is_zipfile(path) else "broken, cut off or "
+        way = "as torch.save(model.state_dict(), ...) writes them"
+        raise FileError(f"{path}: {reason}not plain weights, {way}.") from error
+    inner = found if isinstance(found, Mapping) else {}
+    tables = [key for key, it in inner.items() if _is_table(it)]
+    for key in ("state_dict", "model_state_dict", "model", *(tables if len(tables) == 1 else ())):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise FileError(f"{path}: holds no table of tensors.")
+            notes += [f"{path} holds {', '.join(map(str, tables))}: {key} is used."] if len(tables) > 1 else []
+    if not _is_table(found):
+        keys = ", ".join(map(str, [*inner][:9])) or type(found).__name__
+        raise FileError(f"{path}: holds no table of weights, or several without a known name, but {keys}.")
     for wrapper in ("module.", "_orig_mod.", "module."):  # of DDP, of torch.compile, of one in the other
         if all(name.startswith(wrapper) for name in found):
             found = {name.removeprefix(wrapper): value for name, value in found.items()}
     return dict(found)
+
+
+def _is_table(found: Any) -> bool:
+    return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
 
 
 # the data
@@ -246,16 +271,16 @@ def shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split("x")))
 
 
-def sized(data: DataSets, name: str, text: str, usual: tuple[int, ...] = ()) -> DataSets:
-    """Files are cropped to what is asked for (text, as typed) or the usual size; arrays are what they are."""
-    wanted = shape(text) if text else usual
+def sized(data: DataSets, name: str, text: str) -> DataSets:
+    """Files are cropped to what is asked for (text, as typed); arrays are what they are."""
+    wanted = shape(text) if text else ()
     if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
         if text and wanted != data.shape:
             raise DataError(f"--input: the images of {name} are {by(data.shape)}: leave it out.")
         return data
-    if len(wanted) != 3 or wanted[0] != 3:
-        raise DataError(f"--input: image files are read in colour, like 3x224x224 or 3x240x320, not {by(wanted)}.")
-    train, test = (replace(part, size=wanted[1:]) for part in (data.train, data.test))
+    if len(wanted) != 3 or wanted[0] not in (1, 3):
+        raise DataError(f"--input: image files have 3 channels, like 3x240x320, or 1 in grey, not {by(wanted)}.")
+    train, test = (replace(part, size=wanted[1:], channels=wanted[0]) for part in (data.train, data.test))
     return replace(data, train=train, test=test, shape=train.shape)
 
 
@@ -392,7 +417,8 @@ def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> J
     """
     job = open_job(config, typed)
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
-    check_classifier(job.model, noise, job.data.classes)
+    wanted = dict(map(models.argument, config.model_args)).get("num_classes", job.data.classes)
+    check_classifier(job.model, noise, wanted)
     check_forward(job.model, noise)
     if job.teacher is not None:
         check_forward(job.teacher, noise, "teacher")

@@ -136,7 +136,7 @@ def _lines(name: str, facts: dict[str, Any]) -> Iterator[str]:
     if facts["sizes"]:
         yield f"height x width: {', '.join(f'{word} {by(size)}' for word, size in facts['sizes'].items())}"
     lists = {
-        "Classes without images, or not in both train/ and val/": facts["wrong_classes"],
+        "Classes without images": facts["wrong_classes"],
         "Files that cannot be read": [f"{it['file']}: {it['reason']}" for it in facts["broken"]],
     }
     for title, entries in lists.items():

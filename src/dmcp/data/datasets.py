@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from dmcp.errors import DataError
 from dmcp.runtime.io import quote
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
+SCALES = {3: (MEAN, STD), 1: ((0.458971,), (0.225609,))}  # by channels; of grey: PIL's shares of the colours
 _KEPT = 0.875  # share of each side of a test image that the crop keeps
 _MAX_RATIO = 200  # of the sides of an image file
 
@@ -44,9 +44,7 @@ def _open(path: str) -> Image:
     image = PIL.Image.open(path, formats=_FORMATS)
     if max(image.size) > _MAX_RATIO * min(image.size):
         image.close()
-        raise ValueError(
-            f"one side is more than {_MAX_RATIO} times the other: enlarged to be cropped, it needs gigabytes"
-        )
+        raise ValueError(f"one side is more than {_MAX_RATIO} times the other: it would be enlarged to gigabytes")
     return image
 
 
@@ -80,6 +78,7 @@ class FolderSet:
     names: tuple[str, ...] = ()  # of the classes, in the order of their numbers
     root: str = ""  # folder that `train/` and `val/` are in
     whole: tuple[str, ...] = ()  # all paths there of which these are some; empty: these
+    channels: int = 3  # or 1: grey
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -87,7 +86,7 @@ class FolderSet:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one image as the model gets it: channels, height, width."""
-        return 3, *self.size
+        return self.channels, *self.size
 
     def subset(self, indices: Tensor) -> FolderSet:
         """The files at these places."""
@@ -100,19 +99,18 @@ def _folder(path: Path, size: int | tuple[int, int], strict: bool) -> DataSets:
     sides = size if isinstance(size, tuple) else (size, size)
     train, test = (_list_part(path, part, sides) for part in _PARTS)
     if strict and (odd := wrong_classes(train, test)):
-        raise DataError(f"{path}: classes without images, or not in both train/ and val/: {', '.join(odd[:3])}.")
+        raise DataError(f"{path}: classes need images in train/ and val/; there are none in {', '.join(odd[:3])}.")
     if strict and train.classes < 2:
         raise DataError(f"{path}: at least two classes are needed.")
     return DataSets(train, test, train.classes, train.shape, (str(path / _PARTS[0]), str(path / _PARTS[1])))
 
 
 def wrong_classes(train: FolderSet, test: FolderSet) -> list[str]:
-    """Folders of classes that have no images, or that are in one of train/ and val/ only."""
+    """Folders of classes in train/ and val/ that hold no images, or are not there."""
     found = []
-    for part, own, other in ((_PARTS[0], train, test), (_PARTS[1], test, train)):
-        counts = Counter(own.labels.tolist())
-        odd = [name for number, name in enumerate(own.names) if not counts[number] or name not in other.names]
-        found += [os.path.join(own.root, part, name) for name in odd]
+    for part, own in ((_PARTS[0], train), (_PARTS[1], test)):
+        full = {own.names[number] for number in {*own.labels.tolist()}}
+        found += [os.path.join(own.root, part, name) for name in sorted({*train.names, *test.names} - full)]
     return found
 
 
@@ -143,11 +141,10 @@ def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
         yield root, [it for it in files if it.lower().endswith(_ENDINGS) and not it.startswith(".")]
 
 
-def usual_size(dataset: FolderSet) -> tuple[int, int] | None:
-    """Height and width of a file of median height among a few; None if none of them can be read."""
+def some_sizes(dataset: FolderSet) -> list[tuple[int, int]]:
+    """Heights and widths of a few files, in order, of those that can be read."""
     looked = _look_at(dataset.paths[:: -(-len(dataset) // 9)], whole=False)
-    sizes = sorted(it for it in looked if not isinstance(it, Broken))  # a broken file is reported where it is needed
-    return sizes[(len(sizes) - 1) // 2] if sizes else None
+    return sorted(it for it in looked if not isinstance(it, Broken))  # a broken file is reported where it is needed
 
 
 # what is in a data set
@@ -309,13 +306,13 @@ def preprocessing(data: DataSets) -> dict[str, Any]:
     files = isinstance(test, FolderSet)
     return {
         "shape": list(data.shape),
-        "channels": "RGB" if files else "as stored",
+        "channels": {3: "RGB", 1: "L"}[data.shape[0]] if files else "as stored",
         "resize": list(before_crop(test.size)) if isinstance(test, FolderSet) else None,
         "interpolation": "bilinear" if files else None,
         "crop": list(test.size) if isinstance(test, FolderSet) else None,
         "range": [0.0, 1.0 if files else 255.0],
-        "mean": list(MEAN if isinstance(test, FolderSet) else test.mean),
-        "std": list(STD if isinstance(test, FolderSet) else test.std),
+        "mean": list(SCALES[test.channels][0] if isinstance(test, FolderSet) else test.mean),
+        "std": list(SCALES[test.channels][1] if isinstance(test, FolderSet) else test.std),
         "classes": list(test.names) if isinstance(test, FolderSet) else [],
     }
 

@@ -25,7 +25,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dmcp.data.datasets import MEAN, STD, Broken, FolderSet, _look_at, before_crop, decode
+from dmcp.data.datasets import MEAN, SCALES, STD, Broken, FolderSet, _look_at, before_crop, decode
 from dmcp.errors import DataError
 from dmcp.progress import phase
 from dmcp.runtime.io import write_files
@@ -212,6 +212,12 @@ def _weights(axis: Tensor, size: int, pixels: int) -> Tensor:
 def scale(device: torch.device | str) -> Any:
     """Mean and standard deviation of 0..255."""
     return tuple((255 * torch.tensor(it)[:, None, None]).to(device) for it in (MEAN, STD))
+
+
+def grey(images: Tensor) -> Tensor:
+    """Normalized images (N, 3, height, width) in grey: (N, 1, height, width)."""
+    shares = torch.tensor([0.299, 0.587, 0.114]) * torch.tensor(STD) / SCALES[1][1][0]
+    return (images * shares[:, None, None].to(images.device)).sum(1, keepdim=True)
 
 
 # decoded images that are kept

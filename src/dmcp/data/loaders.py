@@ -148,7 +148,8 @@ class FolderLoader:
         shares = [share_of(it, self.batch_size, len(self.dataset), self.world) for it in range(skip, len(self))]
         batches = [np.arange(share.start, share.stop) for share in shares]  # places in the order of the epoch
         there = store is not None and store.moved(self.device)
-        return map(partial(one._from_memory, store), batches) if there else one._ahead(batches)
+        found = map(partial(one._from_memory, store), batches) if there else one._ahead(batches)
+        return found if self.dataset.channels == 3 else ((images.grey(x), labels) for x, labels in found)
 
     @functools.cached_property
     def store(self) -> Store | None:
