@@ -55,18 +55,13 @@ def test_products_of_dims_are_differentiable_in_chunks() -> None:
 STREAM, INNER, PIXELS = 6, 5, 49
 
 
-class Squared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, STREAM, 3, padding=1, bias=False)
-        self.dense = nn.Conv2d(STREAM, STREAM, 3, padding=1)
-        self.inner = nn.Conv2d(STREAM, INNER, 1)
-        self.head = nn.Linear(INNER, 4)
+def squared_net() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Any:
+        x = m.stem(x)
+        return m.head(F.relu(m.inner(F.relu(x + m.dense(x)))).mean((2, 3)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = F.relu(x + self.dense(x))
-        return self.head(F.relu(self.inner(x)).mean((2, 3)))
+    stem, dense = nn.Conv2d(3, STREAM, 3, padding=1, bias=False), nn.Conv2d(STREAM, STREAM, 3, padding=1)
+    return Toy(run, stem=stem, dense=dense, inner=nn.Conv2d(STREAM, INNER, 1), head=nn.Linear(INNER, 4))
 
 
 def squared_macs(stream: int, inner: int) -> int:
@@ -79,14 +74,14 @@ def squared_params(stream: int, inner: int) -> int:
 
 @pytest.fixture(scope="module")
 def squared() -> Any:
-    graph = dmcp.trace(Squared(), torch.zeros(2, 3, 7, 7))
+    graph = dmcp.trace(squared_net(), torch.zeros(2, 3, 7, 7))
     assert {space.name: space.size for space in graph.spaces} == {"stem": STREAM, "inner": INNER}
     return graph
 
 
 @pytest.mark.parametrize("groups", [1, 4, 10])
 def test_the_expected_cost_is_the_average_over_all_widths(squared: Any, groups: int) -> None:
-    net = dmcp.Supernet(Squared(), squared, groups=groups)
+    net = dmcp.Supernet(squared_net(), squared, groups=groups)
     generator = torch.Generator().manual_seed(groups)
     alpha = torch.randn(net.alpha.shape, generator=generator, dtype=torch.float64)
     chances: list[dict[int, float]] = []  # of each space: width -> chance, by hand

@@ -53,15 +53,9 @@ class Ages(Residual):
         return {"classes": found, "age": found.mean(dim=1)} if self.training else found
 
 
-class Mean(nn.Module):
+def mean(classes: int = 5) -> nn.Module:
     """Another architecture."""
-
-    def __init__(self, classes: int = 5) -> None:
-        super().__init__()
-        self.head = nn.Linear(Residual.SHAPE[0], classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x.mean((2, 3)))
+    return Toy(lambda m, x: m.head(x.mean((2, 3))), head=nn.Linear(Residual.SHAPE[0], classes))
 
 
 NAMELESS = [{"image": torch.zeros(2, *Residual.SHAPE)}]
@@ -97,13 +91,13 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "writes into its input": (TrainingError, lambda: {"model": Writing()}),
     "other fresh network": (WidthsError, lambda: {"task": dmcp.Task(fresh=nn.Linear(2, 2))}),
     # optimizers
-    "an optimizer": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.SGD(Mean().parameters(), lr=1))}),  # type: ignore[arg-type]
+    "an optimizer": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.SGD(mean().parameters(), lr=1))}),  # type: ignore[arg-type]
     "half of it": (TrainingError, lambda: {"task": dmcp.Task(optimizer=lambda groups: torch.optim.Adam(groups[:1]))}),
     "CUDA graphs": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.Adam), "engine": True}),
     # teachers
-    "teacher of slimmable": (TrainingError, lambda: {"teacher": Mean(), "retrain": "slimmable"}),
+    "teacher of slimmable": (TrainingError, lambda: {"teacher": mean(), "retrain": "slimmable"}),
     "teacher by name": (TrainingError, lambda: {"teacher": "resnet18"}),
-    "teacher of other classes": (TrainingError, lambda: {"teacher": Mean(7)}),
+    "teacher of other classes": (TrainingError, lambda: {"teacher": mean(7)}),
     "teacher of other inputs": (TrainingError, lambda: {"teacher": nn.Sequential(nn.Linear(3, 5))}),
     "broken teacher": (TrainingError, lambda: {"teacher": broken(lambda it: it.head.bias.data.fill_(NAN))}),
     "slimmable ages": (
