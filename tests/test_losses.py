@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import check_metric, classification_loss, distillation_loss, score_by, top1
+from dmcp.losses import check_metric, classification_loss, distillation_loss, score_by, scores_of, top1
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 # losses
@@ -178,9 +178,10 @@ def test_functions_of_the_user_say_how_they_are_called() -> None:
 
 
 def test_a_metric_gives_sum_and_count_or_the_mean_of_a_batch() -> None:
-    for given in (lambda output, batch: (output[:, 1].sum(), len(output)), lambda output, batch: output[:, 1].mean()):
+    pair = lambda output, batch: (output[:, 1].sum(), len(output))  # noqa: E731
+    for given in (pair, lambda *it: torch.tensor(pair(*it)), lambda output, batch: output[:, 1].mean()):
         assert dmcp.evaluate(Echo(), BATCHES, given) == 0.5  # of batches of 3, 1 and 0 samples
-    for wrong in (None, (1, 2, 3), ("1", 2), torch.ones(2), (torch.ones(2), 1)):
+    for wrong in (None, (1, 2, 3), ("1", 2), torch.ones(3), (torch.ones(2), 1)):
         with pytest.raises(TrainingError, match=r"\(sum, count\)"):
             dmcp.evaluate(Echo(), BATCHES, lambda output, batch, wrong=wrong: wrong)
 
@@ -198,14 +199,14 @@ def test_an_object_on_several_ranks_must_say_that_it_gathers() -> None:
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda it: {"out": it, "aux": it + 1}, lambda it: SimpleNamespace(logits=it, loss=None), lambda it: (it, it + 1)],
+    [lambda it: {"out": it, "aux": it + 1}, lambda it: SimpleNamespace(logits=it), lambda it: (it.mean(), it)],
 )
 def test_scores_in_an_output_of_several_parts_are_found(wrap: Any) -> None:
     scores, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     assert torch.equal(
         classification_loss(0.1)(wrap(scores), (None, labels)), classification_loss(0.1)(scores, (None, labels))
     )
-    assert top1(wrap(scores), (None, labels)) == top1(scores, (None, labels))
+    assert top1(wrap(scores), (None, labels)) == top1(scores, (None, labels)) and scores_of((scores, scores)) is None
 
 
 def test_a_network_with_logits_is_pruned_by_default() -> None:

@@ -88,7 +88,8 @@ class Latency:
         """The graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%"."""
         names = tuple(space.name for space in graph.spaces)
         if (self.fingerprint, self.spaces, self.input_shape) != (graph.fingerprint, names, graph.input_shape):
-            raise WidthsError("This latency table is for another network, input or ignored layers: measure this one.")
+            inputs = f"it was measured at {self.input_shape}, this input is {graph.input_shape}"
+            raise WidthsError(f"This latency table is for another network, input or ignored layers ({inputs}).")
         return replace(graph, extra={**graph.extra, LATENCY: self})
 
     @staticmethod

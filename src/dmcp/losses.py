@@ -142,15 +142,16 @@ def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def scores_of(output: Any) -> Tensor | None:
-    """The class scores: the output, its `logits` (transformers) or "out" (torchvision), or the first of a tuple."""
+    """The class scores: the output, its `logits` (transformers) or "out" (torchvision), or a tuple's only matrix."""
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "out"):
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(found, Tensor):
             return found
-    first = next(iter(output), None) if isinstance(output, tuple | list) else None
-    return first if isinstance(first, Tensor) else None
+    several = output if isinstance(output, tuple | list) else ()
+    matrices = [it for it in several if isinstance(it, Tensor) and it.ndim > 1]
+    return matrices[0] if len(matrices) == 1 else None  # features and scores look alike
 
 
 # metrics
@@ -251,7 +252,8 @@ def mean(
 
 def sum_and_count(found: Any, batch: Any) -> Any:
     """What a metric gave of a batch, as a pair: a number is the mean of its samples."""
-    return found if isinstance(found, tuple | list) else (found * size_of(batch), size_of(batch))
+    pair = isinstance(found, tuple | list) or getattr(found, "shape", ()) == (2,)
+    return found if pair else (found * size_of(batch), size_of(batch))
 
 
 def _refuse_none(samples: float | Tensor) -> None:

@@ -114,7 +114,7 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
             return
         scores = scores_of(output)
         if scores is None or scores.shape[1:] != (classes,):
-            found = f"a {type(output).__name__} of" if scores is None else by(scores.shape[1:])
+            found = f"a {type(output).__name__} of" if scores is None else by(scores.shape[1:] or (0,))
             raise TrainingError(
                 f"In {'training' if train else 'the test'} the network gives {found} outputs for an image, the data "
                 f"have {classes} classes: let its builder take num_classes; dmcp.prune in Python takes any network."

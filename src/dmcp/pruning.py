@@ -180,11 +180,8 @@ def prune(
     clock = clock_of(table, sample, None if isinstance(latency, Latency) else latency) if table else None
     work = _Work(model, graph, budgets, others, method, config, how, loaders, task, runtime, clock).identified()
     plan(work.phases(val_loader))
-    before, nets, found = (
-        trained_before(model, ORIGINAL in others, None if own else guide),
-        dict[str, nn.Module](),
-        None,
-    )
+    before = trained_before(model, ORIGINAL in others, None if own else guide)
+    nets, found = dict[str, nn.Module](), None
     if searches:
         found, chosen = work.search()
     else:

@@ -185,9 +185,7 @@ def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metri
     saw_data = any(bool(count) for count in counts if count is not None)
     if metric is not None:
         return saw_data
-    with untouched(val_loader, device_of(model)):
-        accuracy = evaluate(narrow(unwrap(model), {}, {}), val_loader)
-    if not (text := _guessing(accuracy, classes)):
+    if not (text := _guessing(model, classes, val_loader)):
         return True
     if saw_data and current().first:
         ask = "are its classes in the order of the labels, and its inputs prepared as in its training?"
@@ -195,8 +193,10 @@ def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metri
     return False
 
 
-def _guessing(accuracy: float, classes: int) -> str:
-    """A text about an accuracy with which nothing was learned; empty for a better one."""
+def _guessing(model: nn.Module, classes: int, loader: Loader) -> str:
+    """Test a copy of a model: a text about an accuracy with which nothing was learned; empty for a better one."""
+    with untouched(loader, device_of(model)):
+        accuracy = evaluate(narrow(unwrap(model), {}, {}), loader)
     chance = 1 / max(classes, 1)
     better = accuracy > chance + _GUESSED * (1 - chance)
     return "" if better else f"right on {accuracy:.2%} of the test data, where guessing gives {100 * chance:.3g}%"
@@ -218,8 +218,6 @@ def trained_before(model: nn.Module, original: bool, teacher: nn.Module | None =
 
 
 def weigh_teacher(guide: nn.Module, classes: int, val_loader: Loader) -> None:
-    """Test a copy of a teacher, and warn of one that guesses."""
-    with untouched(val_loader, device_of(guide)):
-        accuracy = evaluate(narrow(unwrap(guide), {}, {}), val_loader)
-    if (text := _guessing(accuracy, classes)) and current().first:
+    """Warn of a teacher that guesses."""
+    if (text := _guessing(guide, classes, val_loader)) and current().first:
         warn(f"The teacher is {text}: was it trained, and are its classes in the same order?", TeacherWarning)

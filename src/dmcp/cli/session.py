@@ -57,7 +57,7 @@ from dmcp.training import Event, Runtime
 from dmcp.units import FS_PER_MS, by, counted
 from dmcp.widths import Widths
 
-_LARGEST = 512  # side of images that an own network gets as they are, unless told: larger ones are photographs
+_LARGEST = 256  # side of images whose size is the input of an own network, unless told: larger ones are photographs
 _ENLARGED = 1.5  # times by which images may grow without a word
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -120,7 +120,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     if isinstance(data.train, FolderSet) and not config.input:
         sizes = some_sizes(data.train)
         found, chosen = sizes[(len(sizes) - 1) // 2] if sizes else None, _sample_shape(config, fresh, sizes)
-        why = "the size of the images" if chosen[1:] == found else "usual for such networks"
+        why = "the size of the images" if chosen[1:] == found else "the network's own, or usual"
         config, reasons["input"] = replace(config, input=by(chosen)), f"{by(chosen)}: {why}"
     data = sized(data, config.data, config.input)
     check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if found else "")

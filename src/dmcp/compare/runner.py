@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from dmcp.budget import parse
 from dmcp.checkpoint import DONE, State
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job
-from dmcp.compare.methods import Own, choose, find_method, title
+from dmcp.compare.methods import METHODS, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem, samples_of
 from dmcp.cutting import cut
 from dmcp.data.datasets import split
@@ -99,7 +98,7 @@ class Comparison:
 def config_of(method: str, settings: Mapping[str, Any]) -> Any:
     """The settings of a method; DmcpError for what it does not have."""
     config = find_method(method).config
-    names = [*inspect.signature(config).parameters]
+    names = [it.name for it in fields(config)] if is_dataclass(config) else [*settings]
     if odd := [name for name in settings if name not in names]:
         raise DmcpError(f"--set: {method} has no setting {odd[0]!r}; it has {', '.join(names) or 'none'}.")
     with blaming(f"--set: {method} (a mapping is written as \"{{'warmup': 0.2}}\")", DmcpError):
@@ -193,7 +192,9 @@ def plan(it: Comparison, job: Job) -> list[PlannedRun]:
     found: dict[str, PlannedRun] = {}
 
     def add(method: str, seed: int, **more: Any) -> str:
-        settings = {} if method == UNPRUNED else asdict(config_of(method, it.settings.get(title(method), {})))
+        settings = it.settings.get(title(method), {})
+        if method in METHODS:  # those of one's own may not be plain data
+            settings = asdict(config_of(method, settings))
         run = PlannedRun(protocol=it.protocol, method=method, seed=seed, settings=settings, **more)
         if run.budget and not run.scratch and run.own is None:
             raise DmcpError(f"{method} would not be trained: --finetune-epochs is 0, or it is never fine-tuned.")

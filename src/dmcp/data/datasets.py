@@ -303,17 +303,18 @@ def preprocessing(data: DataSets) -> dict[str, Any]:
     by channel. `shape` is (channels, height, width); `classes` are the names of the outputs, if they have names.
     """
     test = data.test
-    files = isinstance(test, FolderSet)
+    files = test if isinstance(test, FolderSet) else None
+    mean, std = SCALES[test.channels] if isinstance(test, FolderSet) else (test.mean, test.std)
     return {
         "shape": list(data.shape),
-        "channels": {3: "RGB", 1: "L"}[data.shape[0]] if files else "as stored",
-        "resize": list(before_crop(test.size)) if isinstance(test, FolderSet) else None,
-        "interpolation": "bilinear" if files else None,
-        "crop": list(test.size) if isinstance(test, FolderSet) else None,
-        "range": [0.0, 1.0 if files else 255.0],
-        "mean": list(SCALES[test.channels][0] if isinstance(test, FolderSet) else test.mean),
-        "std": list(SCALES[test.channels][1] if isinstance(test, FolderSet) else test.std),
-        "classes": list(test.names) if isinstance(test, FolderSet) else [],
+        "channels": {3: "RGB", 1: "L"}[data.shape[0]] if files is not None else "as stored",
+        "resize": list(before_crop(files.size)) if files is not None else None,
+        "interpolation": "bilinear" if files is not None else None,
+        "crop": list(files.size) if files is not None else None,
+        "range": [0.0, 1.0 if files is not None else 255.0],
+        "mean": list(mean),
+        "std": list(std),
+        "classes": list(files.names) if files is not None else [],
     }
 
 
