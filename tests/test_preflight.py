@@ -53,7 +53,7 @@ class Ages(Residual):
         return {"classes": found, "age": found.mean(dim=1)} if self.training else found
 
 
-def mean(classes: int = 5) -> nn.Module:
+def means(classes: int = 5) -> nn.Module:
     """Another architecture."""
     return Toy(lambda m, x: m.head(x.mean((2, 3))), head=nn.Linear(Residual.SHAPE[0], classes))
 
@@ -91,13 +91,13 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "writes into its input": (TrainingError, lambda: {"model": Writing()}),
     "other fresh network": (WidthsError, lambda: {"task": dmcp.Task(fresh=nn.Linear(2, 2))}),
     # optimizers
-    "an optimizer": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.SGD(mean().parameters(), lr=1))}),  # type: ignore[arg-type]
+    "an optimizer": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.SGD(means().parameters(), lr=1))}),  # type: ignore[arg-type]
     "half of it": (TrainingError, lambda: {"task": dmcp.Task(optimizer=lambda groups: torch.optim.Adam(groups[:1]))}),
     "CUDA graphs": (TrainingError, lambda: {"task": dmcp.Task(optimizer=torch.optim.Adam), "engine": True}),
     # teachers
-    "teacher of slimmable": (TrainingError, lambda: {"teacher": mean(), "retrain": "slimmable"}),
+    "teacher of slimmable": (TrainingError, lambda: {"teacher": means(), "retrain": "slimmable"}),
     "teacher by name": (TrainingError, lambda: {"teacher": "resnet18"}),
-    "teacher of other classes": (TrainingError, lambda: {"teacher": mean(7)}),
+    "teacher of other classes": (TrainingError, lambda: {"teacher": means(7)}),
     "teacher of other inputs": (TrainingError, lambda: {"teacher": nn.Sequential(nn.Linear(3, 5))}),
     "broken teacher": (TrainingError, lambda: {"teacher": broken(lambda it: it.head.bias.data.fill_(NAN))}),
     "slimmable ages": (

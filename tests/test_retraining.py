@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from nets import same, state
-from test_preflight import Mean
+from test_preflight import means
 from test_pruning import SEARCH, TRAIN, Noise, Residual, prune, traced
 from torch import nn
 
@@ -34,7 +34,7 @@ def other() -> nn.Module:
 
 def mean() -> nn.Module:
     torch.manual_seed(7)
-    return Mean()
+    return means()
 
 
 def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
