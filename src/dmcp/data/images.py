@@ -216,8 +216,9 @@ def scale(device: torch.device | str) -> Any:
 
 def grey(images: Tensor) -> Tensor:
     """Normalized images (N, 3, height, width) in grey: (N, 1, height, width)."""
-    shares = torch.tensor([0.299, 0.587, 0.114]) * torch.tensor(STD) / SCALES[1][1][0]
-    return (images * shares[:, None, None].to(images.device)).sum(1, keepdim=True)
+    parts = zip((0.299, 0.587, 0.114), STD, images.unbind(1), strict=True)
+    red, green, blue = (share * std / SCALES[1][1][0] * plane for share, std, plane in parts)
+    return (red + green + blue)[:, None]
 
 
 # decoded images that are kept
