@@ -26,8 +26,9 @@ from test_datasets import write_photos
 from typed import command
 
 import dmcp
+from dmcp.cli.session import _start
 from dmcp.models import rebuild
-from dmcp.runs import read_run
+from dmcp.runs import Run, read_run
 from dmcp.runtime.io import LOCK, Lock
 
 NET = """
@@ -281,6 +282,7 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
     ):
         (run / "settings.json").write_text(json.dumps(stored | change))
         assert resume(run) == 2 and sentence in capfd.readouterr().err
+        assert json.loads((run / "settings.json").read_text()) == stored | change  # no start is noted
         (run / "settings.json").write_text(settings)
     assert typed(*PRUNE, "--resume", run) == 0  # the same once more is no contradiction
     assert_same(run, whole)
@@ -289,6 +291,12 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
     assert first.items() >= here.items() and first | {"log_lines": 20} == second
     times = [datetime.fromisoformat(it) for it in (began, went_on)]
     assert times[0] < times[1] <= datetime.now(UTC) and read_run(run).started == times[0]
+
+
+def test_a_library_may_lack_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.Distribution.discover", lambda **_: [])  # as one that was built by hand
+    (facts,) = _start(Run(tmp_path), Mock(model=torch.nn.Linear(1, 1))).values()
+    assert "torch" in facts and "torchvision" not in facts
 
 
 def test_other_weights_are_refused(capfd: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
 from dmcp.results import Row, divergence, error_of, pruned, results_table
 from dmcp.runtime import io
+from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.storage import SETTINGS as SETTINGS
@@ -111,8 +112,8 @@ class Run:
         refuse_link(self.folder / CHECKPOINTS)
         return Checkpointer(self.folder / CHECKPOINTS, identity, lines=self.lines, earlier=self.records, **when)
 
-    def rewind(self) -> None:
-        """Cut the log back to the last checkpoint; stages after the first unfinished one begin anew."""
+    def rewind(self, checkpointer: Checkpointer) -> None:
+        """Cut the log back to the last checkpoint, once all are checked; stages after an unfinished one begin anew."""
         for path in self.folder.iterdir():  # figures, too, are written again
             refuse_link(path)
         path = self.folder / CHECKPOINTS
@@ -120,6 +121,8 @@ class Run:
         loaded = [(checkpoint.facts, stage) for stage in stages if (checkpoint := load_checkpoint(stage)) is not None]
         if not all(type(facts.get("lines")) is int for facts, _ in loaded):
             raise FileError(f"{path}: these are not the checkpoints of a run: remove them to start from the beginning.")
+        for facts, stage in loaded:
+            checkpointer.stage(stage.name).check(facts, current())
         loaded.sort(key=lambda it: int(it[0]["lines"]))
         kept, going_on = 0, True
         for facts, stage in loaded:

@@ -401,6 +401,8 @@ def compare(request: Request) -> None:
       dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine
       dmcp compare --gather runs/table
     """
+    if is_launched():
+        raise DmcpError("dmcp compare starts a process for each run by itself: leave torchrun out.")
     config = None if request.more["gather"] else make_config(request)
     if config is None:
         _late("compare").gather(Path(request.more["gather"]), request.as_json)

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dmcp import __version__, models, progress
 from dmcp.batches import FewBatches, Loader, device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
-from dmcp.checkpoint import digest
+from dmcp.checkpoint import Checkpointer, digest
 from dmcp.cli.config import GIVEN, Request, RunConfig, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
@@ -365,27 +365,28 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
             if resume:
                 check_data_is_here(folder, config)
             job = open_checked(config, None if resume or config.command == "compare" else request.typed)
-            config = job.config
             if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured
             job = check(job)
+            config = job.config
             asked = undo.enter_context(_signals())  # until here there is nothing to save
             folder = Path(gather(str(folder), world)[0])
             run, listeners = Run(folder), list[Callable[[Event], None]]()
-            if world.first:
-                undo.enter_context(_taken(run, job, resume))
-                listeners.append(run.on_event)
-            if world.first and config.track:
-                kinds = [it.kind for it in parse(config.search.budget, job.graph).limits] if config.search else []
-                tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
-                listeners.append(tracker.on_event)
-            begun, same = True, replace(config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
+            same = replace(config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
             checkpointer = run.checkpointer(
                 {"config": same.to_json()} | job.identity,
                 every_steps=config.save_steps,
                 every_seconds=60 * config.save_minutes,
                 stop_requested=asked,
             )
+            if world.first:
+                undo.enter_context(_taken(run, job, checkpointer if resume else None))
+                listeners.append(run.on_event)
+            if world.first and config.track:
+                kinds = [it.kind for it in parse(config.search.budget, job.graph).limits] if config.search else []
+                tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
+                listeners.append(tracker.on_event)
+            begun = True
 
             def on_event(event: Event) -> None:
                 for listen in listeners:
@@ -434,7 +435,7 @@ def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> J
 
 
 @contextlib.contextmanager
-def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
+def _taken(run: Run, job: Job, resume: Checkpointer | None) -> Iterator[None]:
     """Hold the folder of a run that goes on, or a new one, which is removed if the run fails before its first step."""
     run.folder.mkdir(parents=True, exist_ok=True)
     with Lock(run.folder):
@@ -442,7 +443,7 @@ def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
             run.close()  # if it was killed just before
             raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
         if resume:
-            run.rewind()
+            run.rewind(resume)
             stored = read_json(run.folder / SETTINGS)
             run.write(SETTINGS, stored | {STARTS: stored.get(STARTS, {}) | _start(run, job)})
         else:
@@ -482,7 +483,7 @@ def _start(run: Run, job: Job) -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,  # which also names its CUDA
-        **{name: version(name) for name in ("torchvision", "numpy")},
+        **{name: it.version for name in ("torchvision", "numpy") for it in distributions(name=name)},
         "device": device_name(str(device_of(job.model))),
         "threads": torch.get_num_threads(),
         "processes": current().size,

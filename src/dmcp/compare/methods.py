@@ -79,13 +79,9 @@ class DmcpConfig(Settings):
 def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
     """Search the alphas, then take the expected widths."""
     loader = problem.loader
-    known: dict[str, Any] = {"budget": problem.budget, "align": problem.align, "seed": problem.seed}
+    known = problem.bounds | {"budget": problem.budget, "seed": problem.seed}
     settings = config.search_config(problem.recipe, samples_of(loader) // len(loader), **known)
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
-    if net.min_widths != problem.min_widths and not settings.min_channels:  # other groups than those of the comparison
-        settings = replace(settings, min_channels=dict(problem.min_widths))
-    if problem.max_widths and not settings.max_channels:
-        settings = replace(settings, max_channels=dict(problem.max_widths))
     arch_loader = problem.held_out if config.hold_out else None
     runtime = problem.runtime.stage(SEARCH)
     found = search(net, loader, settings, arch_loader=arch_loader, task=problem.task, runtime=runtime)
@@ -118,10 +114,8 @@ def prepare_autoslim(problem: Problem, config: AutoSlimConfig) -> Prepared:
     net = Supernet(problem.model, problem.graph, config.groups, problem.align)
     settings = SearchConfig(  # a search that trains weights only, by the recipe
         budget=problem.graph.macs(problem.max_widths) if problem.max_widths else 1.0,  # the alphas stay anyway
+        **problem.bounds,
         groups=config.groups,
-        align=problem.align,
-        min_channels=dict(problem.min_widths),
-        max_channels=dict(problem.max_widths or {}),
         epochs=config.epochs,
         warmup=1 - 1 / config.epochs,  # a search wants one epoch for its alphas, which does nothing here
         warmup_sampling=Sampling.UNIFORM,
