@@ -53,7 +53,7 @@ def test_every_file_is_decoded(here: Path) -> None:
     (photos / "val" / "dog" / "2.png").unlink()
     (photos / "val" / "dog" / "2.png").symlink_to("nowhere.png")
     seen: list[int] = []
-    facts = check_data(opened(), 2, seen.append)
+    facts = check_data(opened(), seen.append)
     names = ["train/cat/1", "train/dog/3", "val/cat/0", "val/dog/2"]
     assert [it["file"] for it in facts["broken"]] == [f"photos/{name}.png" for name in names]
     assert seen == [*range(1, 18)] and facts["enlarged"] == 13 and not facts["well"]

@@ -179,7 +179,7 @@ def test_own_loss_metric_and_batches() -> None:
         task = dmcp.Task(loss=loss, metric=own)
         result = prune(loader=batches, val_loader=batches, search=replace(SEARCH, distill=False), task=task)
         (row,) = result.rows
-        assert (row.accuracy, row.own_metric, row.samples, row.lower_is_better) == (7, True, 12, lower)
+        assert (row.accuracy, row.score, row.samples, row.lower_is_better) == (7, "metric", 12, lower)
         head, _, pruned, *_ = result.table.splitlines()
         assert "accuracy" not in head and ("metric (lower is better)" in head) == lower
         assert pruned.split()[-4] == "7" and "points" not in result.table

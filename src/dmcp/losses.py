@@ -34,6 +34,7 @@ class WholeMetric(Protocol):
 
 
 Metric = MeanMetric | WholeMetric
+Pairs = Iterable[tuple[Any, Any]]  # outputs and their batches
 _METHODS = ("reset", "update", "compute")
 _IGNORED = -100  # labels that cross-entropy leaves out
 
@@ -206,17 +207,18 @@ def whole_of(metric: Any) -> WholeMetric | None:
     return metric if all(hasattr(metric, it) for it in _METHODS) else None
 
 
-def check_metric(metric: Metric | None, world: World) -> None:
-    """Refuse an object that would see a part of the samples only."""
+def check_metric(metric: Metric | None, world: World) -> WholeMetric | None:
+    """The object, if the metric is one of a whole data set; refused if it would see a part of the samples only."""
     whole = None if metric is None else whole_of(metric)
     if whole is not None and world.size > 1 and getattr(whole, "all_ranks", False) is not True:
         raise TrainingError(
             f"Each of {world.size} ranks sees a part of the samples only: let compute() of the metric gather from all "
             "ranks, as torchmetrics does, and say so by all_ranks = True in its class."
         )
+    return whole
 
 
-def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World) -> float:
+def measure(metric: WholeMetric, pairs: Pairs, world: World) -> float:
     """The metric of all these outputs and batches; with several ranks its compute() gathers from all."""
     metric.reset()
     seen = 0
@@ -232,9 +234,7 @@ def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World)
     return value
 
 
-def mean(
-    metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.device, world: World
-) -> tuple[float, float]:
+def mean(metric: MeanMetric, pairs: Pairs, device: torch.device, world: World) -> tuple[float, float]:
     """The mean of the metric over the answers of all these outputs and batches, and of all ranks; their number."""
     total = torch.zeros(2, dtype=widest(device), device=device)
     for output, batch in pairs:

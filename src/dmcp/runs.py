@@ -28,7 +28,7 @@ from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
-from dmcp.results import Row, divergence, error_of, pruned, results_table
+from dmcp.results import ACCURACY, Row, divergence, error_of, pruned, results_table
 from dmcp.runtime import io
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
@@ -176,7 +176,7 @@ class Run:
             if own.search:
                 save_search(own.search, run.folder)
             warnings += [f"{name}: {text}" for text in run.finish(own, notes)]
-        if not result.rows[0].own_metric:  # the axis has shares
+        if result.rows[0].score == ACCURACY:  # the axis has shares
             points = []
             for row in result.rows:
                 name, _, budget = row.name.rpartition(" ")
@@ -468,6 +468,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_widths(path: Path, graph: ChannelGraph) -> Widths:
+    """The widths of a file, which must be those of this network."""
+    return graph.widths(Widths.from_json(read_json(path)))
+
+
 def value_at(data: Any, *keys: str) -> Any:
     """The value at a path of keys, or None."""
     for key in keys:
@@ -498,7 +503,7 @@ def _record(kind: Any, data: dict[str, Any]) -> Any:
         return None
     for name, value in vars(record).items():
         numbers = value if isinstance(value, tuple) else (value,)
-        free = name == "accuracy" and record.own_metric
+        free = name == "accuracy" and record.score != ACCURACY
         if not free and any(isinstance(it, int | float) and not abs(it) < _MAX_NUMBER for it in numbers):
             return None
     return record

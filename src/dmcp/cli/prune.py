@@ -31,7 +31,7 @@ from dmcp.exporting import wait
 from dmcp.latency import LATENCY_FILE, Latency, attach_latency
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
-from dmcp.runs import REPORT, Run, is_run, read_json, read_run
+from dmcp.runs import REPORT, Run, is_run, read_run, read_widths
 from dmcp.runtime.io import plain
 from dmcp.searching.search import SEARCH
 from dmcp.searching.search import search as run_search
@@ -41,7 +41,6 @@ from dmcp.supernet import Supernet
 from dmcp.training import Runtime, Task
 from dmcp.training import train as run_training
 from dmcp.units import between, clock, spread, table
-from dmcp.widths import Widths
 
 COMMAND = (sys.executable, "-m", "dmcp")
 _ON_A_GPU = 8  # processes at once, unless told
@@ -104,7 +103,7 @@ def train(config: RunConfig, request: Request) -> None:
     name = DMCP if config.widths else UNPRUNED
     with session.session(config, request) as here:
         job, graph, config = here.job, here.job.graph, here.job.config
-        kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
+        kept, loader = read_widths(Path(config.widths), graph) if config.widths else graph.full, job.loaders.final
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         other = None if job.teacher is job.model else job.teacher
         before = trained_before(job.model, own and not job.new_head, other)
@@ -135,13 +134,6 @@ def train(config: RunConfig, request: Request) -> None:
 
 def _teacher(config: RunConfig, job: Job) -> nn.Module | str | None:
     return config.teacher if config.teacher in (AUTO, UNPRUNED) else job.teacher
-
-
-def _read_widths(config: RunConfig, job: Job) -> Widths:
-    """The widths to train, checked against the network; all of it where no file was given."""
-    if not config.widths:
-        return job.graph.full
-    return job.graph.widths(Widths.from_json(read_json(Path(config.widths))))
 
 
 # processes side by side
@@ -385,9 +377,7 @@ def loader_pace(loader: Any, place: torch.device) -> tuple[float, str]:
         wait(place)
         times.append(time.perf_counter())
     times = times[(len(times) - 1) // 2 :]  # the first ones were made ahead
-    more = (
-        "it needs more cores" if loader.store else "scale the files down, until they fit into a quarter of the memory"
-    )
+    more = "it needs more cores" if loader.store else "scale the files down until a quarter of the memory holds them"
     return (times[-1] - times[0]) / max(1, len(times) - 1), f"--workers {cores}" if loader.workers < cores else more
 
 

@@ -183,12 +183,6 @@ def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.o
     return made  # type: ignore[no-any-return]
 
 
-def check_graphs(engine: Engine | None, make: MakeOptimizer | None) -> None:
-    """Refuse CUDA graphs with an optimizer of the user's own: they would replay its first learning rate."""
-    if make is not None and engine is not None and engine.graphs:
-        raise TrainingError("Steps with an optimizer of your own cannot be CUDA graphs: leave graphs out.")
-
-
 def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
     """The learning rates of a new optimizer's groups, relative to that of the schedule.
 

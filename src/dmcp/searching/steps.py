@@ -263,10 +263,6 @@ class Steps:
         subnets, head = self.sandwich([batch], self._sample(sampling, generator))
         return weight_gradients(self.setup, [batch], weights, subnets, head)
 
-    def narrow_buffers(self) -> dict[str, Tensor]:
-        """Running statistics of the smallest sub-network's copy."""
-        return dict(self.narrow.skeleton.named_buffers()) if self.narrow else {}
-
     def _sample(self, sampling: Sampling, generator: torch.Generator) -> Tensor:
         gates = sample_gates(self.setup.net, self.setup.chains, sampling, self.setup.config.subnets, generator)
         return torch.stack(gates) if gates else self.largest[None][:0]

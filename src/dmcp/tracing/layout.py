@@ -68,9 +68,7 @@ def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
 
 def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:
     """A resolved layout with atoms renamed to space numbers."""
-    return tuple(
-        tuple(axis if isinstance(axis, int) else Atom(numbers[axis.index]) for axis in segment) for segment in layout
-    )
+    return tuple(tuple(it if isinstance(it, int) else Atom(numbers[it.index]) for it in segment) for segment in layout)
 
 
 @dataclass

@@ -503,9 +503,7 @@ _RESIZES = "upsample_nearest upsample_linear upsample_bilinear upsample_bicubic 
 _SPATIAL = " ".join(f"{name}{rank}d" for name in f"{_POOLS} {_RESIZES}".split() for rank in (1, 2, 3))
 _SPATIAL += " max_pool2d_with_indices _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 
-_FOURIER = " ".join(
-    f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
-)
+_FOURIER = " ".join(f"fft_{i}{kind}{rank}" for i in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n"))
 
 _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     prelu: "prelu _prelu_kernel",
