@@ -212,7 +212,7 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[An
         return sum(widths.values()), widths, dmcp.cut(traced()[0], graph, widths)
 
     low, clock = graph.widths(sizes[:, 0].tolist()), timing.clock_of(table(), None, device)
-    width, outcome = timing.choose(pick, found.budget, graph, low, traced()[0], clock)
+    width, outcome = timing.choose(pick, found.budget, graph, graph.cost("latency", low), traced()[0], clock)
     return outcome, width - sum(expected(found).values())
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import distributions
@@ -35,7 +35,7 @@ from dmcp.checkpoint import Checkpointer, digest
 from dmcp.cli.config import GIVEN, Request, RunConfig, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
-from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, preprocessing, some_sizes, split
+from dmcp.data.datasets import ArraySet, DataSet, DataSets, FolderSet, load, no_images, preprocessing, some_sizes, split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, device_name
@@ -61,6 +61,7 @@ _LARGEST = 256  # side of images whose size is the input of an own network, unle
 _ENLARGED = 1.5  # times by which images may grow without a word
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+Shape = tuple[int, ...]
 Replaced = Mapping[str, list[str]]  # train and test: image files that could not be read, and were replaced by others
 
 
@@ -116,13 +117,9 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     place = place_of(config)
     data = load(config.data)
     fresh = build(config, data.classes)
-    found, reasons = None, dict[str, str]()
-    if isinstance(data.train, FolderSet) and not config.input:
-        sizes = some_sizes(data.train)
-        found, chosen = sizes[(len(sizes) - 1) // 2] if sizes else None, _sample_shape(config, fresh, sizes)
-        why = "the size of the images" if chosen[1:] == found else "the network's own, or usual"
-        config, reasons["input"] = replace(config, input=by(chosen)), f"{by(chosen)}: {why}"
-    data = sized(data, config.data, config.input)
+    sample, why, found = sample_shape(config, fresh, data)
+    config, reasons = (replace(config, input=by(sample)), {"input": f"{by(sample)}: {why}"}) if why else (config, {})
+    data = sized(data, config.data, sample)
     check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if found else "")
     model, new_head, notes = fresh, False, list[str]()
     if config.weights:
@@ -155,11 +152,21 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     )
 
 
-def _sample_shape(config: RunConfig, model: nn.Module, sizes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Shape of image files of about these sizes for the network: what it states, their one size, or the usual one."""
+def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = None) -> tuple[Shape, str, Shape]:
+    """Shape of a sample; of one that is chosen here, why, and height and width of the image files, if there are any.
+
+    Of image files: what the network states, their one size, or the usual one.
+    """
+    if config.input:
+        return shape(config.input), "", ()
+    if isinstance(files := data and data.train, ArraySet):
+        return files.shape, "", ()
+    sizes = some_sizes(files) if files else []
     common = len({*sizes}) == 1 and max(sizes[0]) <= _LARGEST and not models.of_library(config.model)
     shapes = [models.sample_shape(model, (channels, *sizes[0])) for channels in (3, 1)] if common else []
-    return next((it for it in shapes if classes_of(model, torch.zeros(2, *it))), models.sample_shape(model))
+    chosen = next((it for it in shapes if classes_of(model, torch.zeros(2, *it))), models.sample_shape(model))
+    found = sizes[(len(sizes) - 1) // 2] if sizes else ()
+    return chosen, "the size of the images" if chosen[1:] == found else "the network's own, or usual", found
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -185,7 +192,7 @@ def build(config: RunConfig, classes: int | None) -> nn.Module:
     return model
 
 
-def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
+def trace_job(config: RunConfig, model: nn.Module, sample: Shape) -> ChannelGraph:
     """The graph of the network for samples of this shape."""
     with phase("trace", 1) as done:
         graph = trace(model, torch.zeros(2, *sample), ignore=config.ignore, exact=not config.inexact)
@@ -264,18 +271,17 @@ def _is_table(found: Any) -> bool:
 # the data
 
 
-def shape(text: str) -> tuple[int, ...]:
+def shape(text: str) -> Shape:
     """3x224x224 as numbers."""
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,3}", text):
         raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
     return tuple(map(int, text.split("x")))
 
 
-def sized(data: DataSets, name: str, text: str) -> DataSets:
-    """Files are cropped to what is asked for (text, as typed); arrays are what they are."""
-    wanted = shape(text) if text else ()
+def sized(data: DataSets, name: str, wanted: Shape) -> DataSets:
+    """Files are cropped to this shape; arrays are what they are."""
     if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
-        if text and wanted != data.shape:
+        if wanted != data.shape:
             raise DataError(f"--input: the images of {name} are {by(data.shape)}: leave it out.")
         return data
     if len(wanted) != 3 or wanted[0] not in (1, 3):

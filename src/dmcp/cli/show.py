@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dmcp import exporting, models, progress, sampling
+from dmcp import exporting, progress, sampling
 from dmcp.batches import Loader, generator
 from dmcp.budget import check_reachable, parse
 from dmcp.cli import session
@@ -64,7 +64,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def inspect(config: RunConfig, as_json: bool) -> None:
     net = build(config, None)
-    sample = session.shape(config.input) if config.input else models.sample_shape(net)
+    sample, *_ = session.sample_shape(config, net)
     graph = trace_job(config, net, sample)
     if as_json:
         print_json({"model": config.model} | graph.to_json())
@@ -95,8 +95,9 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
         raise FileError(f"--out: {out} is a folder: name a file.")
     with tempfile.TemporaryFile(dir=Path(out).parent if out else None):
         pass  # what cannot be written is refused before anything is measured
-    net = build(config, classes)
-    sample = session.shape(config.input) if config.input else models.sample_shape(net)
+    data = load_data(config.data) if config.data else None
+    net = build(config, data.classes if data else classes)
+    sample, *_ = session.sample_shape(config, net, data)
     graph, net = trace_job(config, net, sample), net.to(session.place_of(config))
     example = torch.randn(1, *sample, generator=generator(0))
     found = measure_latency(net, example, graph, how)
