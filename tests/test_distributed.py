@@ -45,16 +45,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(folder: Path, world_size: int, program: str, *arguments: Any) -> Iterator[list[ForkServerProcess]]:
+def started(folder: Path, world_size: int, program: str, *more: Any) -> Iterator[list[ForkServerProcess]]:
     """The ranks of a program, which print to files; none is left behind."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once per process
     context.set_forkserver_preload(["dmcp.cli.main", "distributed_programs"])
     port = free_port()
     processes = [
-        context.Process(
-            target=programs.start, args=(rank, world_size, port, folder / f"text{rank}", program, *arguments)
-        )
+        context.Process(target=programs.start, args=(rank, world_size, port, folder / f"text{rank}", program, *more))
         for rank in range(world_size)
     ]
     try:

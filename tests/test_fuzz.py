@@ -153,9 +153,8 @@ def files() -> dict[str, bytes]:
         facts = {"identity": {"world_size": 1}, "lines": 2, "done": False}
         save_checkpoint(run.folder / "checkpoints" / "search", Checkpoint(3, tensors, facts))
         for part in ("train-0", "test-0"):
-            np.savez_compressed(
-                run.folder / part, images=np.random.randint(0, 256, (4, 5, 5, 2), "u1"), labels=np.arange(4) % 2
-            )
+            images = np.random.randint(0, 256, (4, 5, 5, 2), "u1")
+            np.savez_compressed(run.folder / part, images=images, labels=np.arange(4) % 2)
         return {str(it.relative_to(run.folder)): it.read_bytes() for it in run.folder.rglob("*.*") if it.is_file()}
 
 

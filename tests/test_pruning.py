@@ -114,9 +114,7 @@ def trained() -> tuple[nn.Module, ChannelGraph, list[Any]]:
     return model, dmcp.trace(model, torch.zeros(2, 1, 8, 8)), loaders
 
 
-def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmcp.settings._MIN_STEPS", 1)
     monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (30, 40))
     model, _, loaders = trained()

@@ -10,16 +10,7 @@ import torch
 from test_pruning import traced
 from torch import nn
 
-from dmcp.results import (
-    DMCP,
-    UNIFORM,
-    UNPRUNED,
-    Row,
-    divergence,
-    milliseconds,
-    notes,
-    standard_error,
-)
+from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, divergence, milliseconds, notes, standard_error
 from dmcp.results import results_table as text_of
 
 

@@ -217,9 +217,7 @@ def whole(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("unpruned", "unpruned", 12),
     ],
 )
-def test_a_killed_run_ends_in_the_same_bits(
-    job: Job, whole: Path, tmp_path: Path, name: str, stage: str, steps: int
-) -> None:
+def test_a_killed_run_ends_the_same(job: Job, whole: Path, tmp_path: Path, name: str, stage: str, steps: int) -> None:
     it = planned(TABLE, job)[f"{name}-seed0"]
     if it.uses:
         shutil.copytree(whole / it.uses, tmp_path / it.uses)

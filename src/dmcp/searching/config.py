@@ -34,10 +34,7 @@ def bounds(graph: ChannelGraph, lower: Bound, upper: Bound, align: int | None = 
 
 
 def _by_space(
-    graph: ChannelGraph,
-    bound: Bound,
-    strictest: Callable[[Iterable[int]], int],
-    in_units: Callable[[int, int], int],
+    graph: ChannelGraph, bound: Bound, strictest: Callable[[Iterable[int]], int], in_units: Callable[[int, int], int]
 ) -> dict[str, int]:
     """The bound of each space that has one, as a width of it.
 

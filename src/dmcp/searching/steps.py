@@ -72,11 +72,7 @@ def weight_step(
 
 
 def weight_gradients(
-    setup: Setup,
-    batches: Sequence[Any],
-    weights: Sequence[Tensor],
-    subnets: Sequence[Subnet],
-    head: Head | None = None,
+    setup: Setup, batches: Sequence[Any], weights: Sequence[Tensor], subnets: Sequence[Subnet], head: Head | None = None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses of sub-networks (n,), and the gradients of their sum.
 
