@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def preflight(
     for name, loader in loaders.items():
         if (loader is not None or name == "loader") and not length_of(loader, name):
             raise DataError(f"The {name} has no batches: is the batch larger than the data?")
-    batches.check_tested(val_loader, networks)
+    batches.check_yields(val_loader, "val_loader")
+    if networks > 1 and isinstance(val_loader, Generator):
+        raise DataError("The val_loader is a generator, which gives its batches once: give a list or a DataLoader.")
     assert loaders["loader"] is not None
     batch = next(iter(loaders["loader"]))
     example = on_device(input_of(batch), device_of(model))
@@ -116,9 +119,7 @@ def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, train: boo
     try:
         target = tensors_in(_run(unwrap(teacher), example, train))
     except Exception as error:
-        raise TrainingError(
-            f"The teacher cannot take the network's inputs: {type(error).__name__}: {error}; it gets the same batches."
-        ) from error
+        raise TrainingError(f"The teacher cannot take the same batches: {type(error).__name__}: {error}.") from error
     if (output := _output(unwrap(model), example, train=True)) is not None:
         distillation_loss(output, target)
 

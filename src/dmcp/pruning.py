@@ -167,7 +167,7 @@ def prune(
     budgets = read_budgets(specs, graph, *reachable(graph, config))
     table = Latency.of(graph)
     clock = clock_of(table, sample, None if isinstance(latency, Latency) else latency) if table else None
-    work = _Work(model, graph, budgets, others, method, config, how, loaders, task, runtime, clock).identified()
+    work = Work(model, graph, budgets, others, method, config, how, loaders, task, runtime, clock).identified()
     plan(work.phases(val_loader))
     before = trained_before(model, ORIGINAL in others, None if own else guide)
     nets, found = dict[str, nn.Module](), None
@@ -262,7 +262,7 @@ class _Chosen:
 
 
 @dataclass(frozen=True, eq=False)
-class _Work:
+class Work:
     """What is pruned, for which budgets and how; its methods are the parts of `prune` that take long."""
 
     model: nn.Module
@@ -277,7 +277,7 @@ class _Work:
     runtime: Runtime
     clock: Clock | None  # of a limit of latency: what measures as its table was measured, if that is here
 
-    def identified(self) -> _Work:
+    def identified(self) -> Work:
         """The same with checkpoints that refuse to go on with other settings, unless they have an identity already."""
         if not self.runtime.checkpointer or self.runtime.checkpointer.identity:
             return self

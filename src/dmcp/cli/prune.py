@@ -23,7 +23,7 @@ from dmcp import progress, pruning
 from dmcp.batches import core_count, device_of, generator
 from dmcp.budget import Budget, costs, limits_latency, show_cost
 from dmcp.cli import session
-from dmcp.cli.config import GIVEN, Request, RunConfig, make_config
+from dmcp.cli.config import Request, RunConfig, make_config
 from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, log, print_json, result_facts
 from dmcp.cutting import cut
 from dmcp.errors import DmcpError
@@ -403,22 +403,17 @@ def forecast(job: Job, budgets: Mapping[str, Budget]) -> list[Stage]:
     few, short = replace(train, epochs=1, warmup_epochs=0), replace(search, epochs=1, warmup=0, accumulate=1)
     net = Supernet(job.model, graph, search.groups, search.align)
     full = seconds_of(lambda some: run_training(cut(job.model, graph, graph.full), some, few, runtime=silent))
-    stages = []
-    if config.method == DMCP:  # how long other methods choose is not measured
-        both = seconds_of(lambda some: run_search(copy.deepcopy(net), some, short, runtime=silent))
-        steps = -(-len(loader) // search.accumulate) * search.epochs
-        without_alphas = steps * search.warmup_epochs / search.epochs * min(both, full / 2)
-        stages.append(Stage(SEARCH, steps, search.accumulate * (steps * both - without_alphas)))
-    if config.retrain is Retrain.NONE:
-        return stages
-    steps = len(job.loaders.train or loader) * train.epochs
-    teacher = (GIVEN if config.weights else UNPRUNED) if config.teacher == AUTO else config.teacher
-    learning = full if config.retrain is Retrain.SLIMMABLE else full / 3 if teacher else 0.0  # the teacher's forward
-    if config.baselines or teacher == UNPRUNED:
-        stages.append(Stage(UNPRUNED, steps, steps * (full + (0.0 if teacher == UNPRUNED else learning))))
-    for name, budget in budgets.items():
-        share = next((it.target / graph.macs() for it in budget.limits if it.kind == "macs"), 0.5)
-        for row in dict.fromkeys([UNIFORM, config.method] if config.baselines else [config.method]):
-            row = f"{row} {name}" if config.budgets else row
-            stages.append(Stage(row, steps, steps * (share * full + learning)))
+    teacher, stages = _teacher(config, job), list[Stage]()
+    if teacher == AUTO:
+        teaches = config.retrain in (Retrain.FINETUNE, Retrain.SCRATCH)
+        teacher = (job.model if config.weights else UNPRUNED) if teaches else None
+    how, rows = Retraining(train, config.retrain, teacher), {UNPRUNED, UNIFORM} if config.baselines else set[str]()
+    parts = (rows - {config.method}, config.method, search, how, job.loaders, Task(), silent, None)
+    for row in [*pruning.Work(job.model, graph, budgets, *parts).phases(job.test)][:-1]:  # without the tests
+        seconds = row.steps * row.work * full
+        if row.name == SEARCH:  # how long other methods choose is not measured
+            both = seconds_of(lambda some: run_search(copy.deepcopy(net), some, short, runtime=silent))
+            without_alphas = row.steps * search.warmup_epochs / search.epochs * min(both, full / 2)
+            seconds = search.accumulate * (row.steps * both - without_alphas)
+        stages.append(Stage(row.name, row.steps, seconds))
     return stages

@@ -176,10 +176,7 @@ def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.o
     theirs = made.param_groups if isinstance(made, torch.optim.Optimizer) else []
     wanted, found = ({id(it) for group in each for it in group["params"]} for each in (groups, theirs))
     if wanted != found:
-        raise TrainingError(
-            "optimizer must be a function that makes a torch.optim.Optimizer of the parameter groups that it is given, "
-            "like optimizer=torch.optim.AdamW."
-        )
+        raise TrainingError("optimizer must make a torch.optim.Optimizer of all groups, as torch.optim.AdamW does.")
     return made  # type: ignore[no-any-return]
 
 

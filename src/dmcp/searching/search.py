@@ -209,10 +209,8 @@ def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
     """The budget and the chains of a supernet that can reach it; an error if they do not fit together."""
     wanted = [list(group_sizes(it.size, config.groups, it.step(config.align))) for it in net.graph.spaces]
     if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
-        raise WidthsError(
-            "The supernet has other groups than the settings: make it with "
-            f"Supernet(model, graph, groups={config.groups}, align={config.align})."
-        )
+        wanted_net = f"Supernet(model, graph, groups={config.groups}, align={config.align})"
+        raise WidthsError(f"The supernet has other groups than the settings: make it with {wanted_net}.")
     found = chains(net, process_of(config.independent), config.min_channels, config.max_channels, config.align)
     budget = parse(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, found.sizes))

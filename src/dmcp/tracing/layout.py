@@ -120,11 +120,11 @@ class Channels:
         """Channels of the whole dim."""
         return sum(self.segment_size(segment) for segment in layout)
 
-    def fix(self, layout: Layout, reason: str | None = None) -> int:
+    def fix(self, layout: Layout, reason: str) -> int:
         """Make every atom of the dim unprunable; how many were not so before."""
         atoms = self.atoms(layout)
         for atom in atoms:
-            self._nodes[atom.index].reason = reason or self.because
+            self._nodes[atom.index].reason = reason
         return len(atoms)
 
     # -- reading a layout

@@ -18,14 +18,14 @@ from dmcp.tracing.record import Func
 # what any op may be
 
 
-def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
+def unknown(call: Call) -> list[Dims]:
     """An op without a rule: its inputs and outputs are unprunable, and it is reported."""
     call.facts.unknown.append(call.op)
     call.flow = Flow.LOSES
     outs = [tuple(map(call.channels.fresh, shape)) for shape in call.out_shapes]
     for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output has the reason too
         for layout in dims:
-            call.fix(layout, reason)
+            call.fix(layout, "there is no channel rule for it")
     return outs
 
 
