@@ -207,9 +207,7 @@ def test_torchrun_starts_ranks_of_which_one_writes(launched: Any) -> None:
     assert not (run / "checkpoints").exists() and not (run / LOCK).exists()
     assert process.stdout.count("88 search steps") == process.stdout.count("ms per") == 1
     assert process.stdout.endswith(f"\n\nruns/{NAME}\n")
-    for line in ("search: batch 32 on 2 ranks, learning rate 0.00625 to 0.000625", "training: batch 32 on 2 ranks, "):
-        assert process.stderr.count(line) == 1
-
+    assert process.stderr.count("dmcp: 220 of 220") == 1
     records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [(record["stage"], record.get("step")) for record in records] == [
         *(("search", step) for step in range(88)),
