@@ -230,17 +230,12 @@ def check_values(world: World) -> None:
     everyone[0, 0] = np.nan
     mine = torch.from_numpy(everyone[world.rank])
     wanted = np.nansum(everyone * samples, axis=0) / samples.sum(axis=0)
-    np.testing.assert_allclose(
-        ranks.mean_values(mine, torch.from_numpy(samples[world.rank]), world), wanted, rtol=1e-12
-    )
+    own = torch.from_numpy(samples[world.rank])
+    np.testing.assert_allclose(ranks.mean_values(mine, own, world), wanted, rtol=1e-12)
     one, weighted = torch.tensor(float(world.rank)), np.average(range(world.size), weights=range(1, world.size + 1))
-    torch.testing.assert_close(
-        ranks.mean_values(one, world.rank + 1, world), torch.tensor(weighted, dtype=torch.float32)
-    )
+    torch.testing.assert_close(ranks.mean_values(one, world.rank + 1, world), torch.tensor(weighted).float())
     large, total = torch.tensor([2**53 + world.rank]), sum(range(world.size))  # a float64 would lose the last bit
-    assert (
-        ranks.sum_values(large, world).tolist() == [2**53 * world.size + total] and large.item() == 2**53 + world.rank
-    )
+    assert ranks.sum_values(large, world).item() == 2**53 * world.size + total and large.item() == 2**53 + world.rank
     assert ranks.gather(world.rank, world) == [*range(world.size)]
 
     def fill(seed: int) -> list[Tensor]:

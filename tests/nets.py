@@ -90,9 +90,7 @@ class HandNet(nn.Module):
             elif name == "head":
                 layer = nn.Linear(width(reads), width(writes))
             else:
-                kernel, stride, padding, groups = (
-                    flags.get(flag, usual) for flag, usual in zip("kspg", "3101", strict=False)
-                )
+                kernel, stride, padding, groups = (flags.get(it, own) for it, own in zip("kspg", "3101", strict=False))
                 options = {"stride": int(stride), "padding": int(padding), "groups": width(groups)}
                 inputs = width(groups) * width(reads)
                 layer = nn.Conv2d(inputs, width(writes), int(kernel), bias="b" in flags, **options)
@@ -175,9 +173,8 @@ class Concat(HandNet):
     """Two dense layers, a transition, then three branches side by side."""
 
     FULL: ClassVar = {"s": 6, "g": 5, "h": 4, "t": 9, "p": 3, "q": 7, "r": 5}
-    SPACES: ClassVar = dict(
-        zip("sghtpqr", ["stem", "dense1", "dense2", "transition", "branch1", "branch2", "branch3"], strict=True)
-    )
+    NAMES: ClassVar = ("stem", "dense1", "dense2", "transition", "branch1", "branch2", "branch3")
+    SPACES: ClassVar = dict(zip("sghtpqr", NAMES, strict=True))
     LAYERS = """
         stem 3>s p1; bn1 s; dense1 s>g p1; bn2 s+g; dense2 s+g>h p1; bn3 s+g+h; transition s+g+h>t k1;
         branch1 t>p k1 bias; branch2 t>q p1 bias; branch3 t>r k1 bias; bn4 p+q+r; head p+q+r>5
@@ -275,9 +272,7 @@ class SharedWeight(HandNet):
         return self.head(torch.cat([left, right], 1).mean((2, 3)))
 
 
-NETS: tuple[Any, ...] = (
-    Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, PreActivation, SharedWeight
-)  # fmt: skip
+NETS: Any = (Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, PreActivation, SharedWeight)
 
 
 class Toy(nn.Module):

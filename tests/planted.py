@@ -57,18 +57,14 @@ def planted_batches(count: int, seed: int, size: int = 64) -> Batches:
 def planted_problem(budget: str = "57%", seed: int = 0, epochs: int = 20, **changes: Any) -> Problem:
     """The planted task, to be solved with part of the multiply-adds."""
     torch.manual_seed(seed)
-    model = Planted()
-    return as_problem(
-        model, planted_batches(20, seed), planted_batches(4, seed + 1000), budget, seed, epochs, **changes
-    )
+    model, loader, held_out = Planted(), planted_batches(20, seed), planted_batches(4, seed + 1000)
+    return as_problem(model, loader, held_out, budget, seed, epochs, **changes)
 
 
 def tiny_problem(model: nn.Module, budget: str = "50%", **changes: Any) -> Problem:
     """A few random images of two batches: enough to see that a method runs on a network."""
-    draw = torch.Generator().manual_seed(0)
-    batches = [
-        (torch.randn(4, 3, 32, 32, generator=draw), torch.randint(0, 10, (4,), generator=draw)) for _ in range(4)
-    ]
+    some = {"generator": torch.Generator().manual_seed(0)}
+    batches = [(torch.randn(4, 3, 32, 32, **some), torch.randint(0, 10, (4,), **some)) for _ in range(4)]
     return as_problem(model, batches[:2], batches[2:], budget, 0, 1, **changes)
 
 

@@ -10,15 +10,7 @@ import torch
 from nets import Residual, SharedWeight, randomise, sample
 
 import dmcp
-from dmcp.budget import (
-    Limit,
-    budget_loss,
-    check_reachable,
-    costs,
-    parse,
-    ratios,
-    spent_shares,
-)
+from dmcp.budget import Limit, budget_loss, check_reachable, costs, parse, ratios, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from nets import Toy
 from torch import Tensor, nn
 
 import dmcp
@@ -13,20 +14,11 @@ from dmcp.calibration import recalibrate
 from dmcp.models import build
 
 
-class Net(nn.Module):
+def norms() -> Toy:
     """A norm that sees the data itself, one deeper behind a dropout, and one that never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.BatchNorm2d(3, momentum=0.3)
-        self.drop = nn.Dropout(0.5)
-        self.second = nn.BatchNorm2d(3)
-        self.unused = nn.BatchNorm1d(2)
-        self.stateless = nn.BatchNorm2d(3, track_running_stats=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.stateless(self.second(self.drop(self.first(x))))
-        return y
+    layers = {"first": nn.BatchNorm2d(3, momentum=0.3), "drop": nn.Dropout(0.5), "second": nn.BatchNorm2d(3)}
+    layers |= {"unused": nn.BatchNorm1d(2), "stateless": nn.BatchNorm2d(3, track_running_stats=False)}
+    return Toy(lambda m, x: m.stateless(m.second(m.drop(m.first(x)))), **layers)
 
 
 def uneven() -> list[tuple[Tensor]]:
@@ -40,7 +32,7 @@ def truth(batches: list[tuple[Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def test_statistics_are_those_of_all_samples() -> None:
-    net, batches = Net(), uneven()
+    net, batches = norms(), uneven()
     recalibrate(net, batches)
     torch.testing.assert_close((net.first.running_mean, net.first.running_var), truth(batches))
     assert net.first.num_batches_tracked == 3
@@ -62,7 +54,7 @@ class Still(nn.BatchNorm2d):
 
 def test_frozen_norms_are_renewed_and_everything_else_is_as_before() -> None:
     """Behind a cut layer the old statistics of frozen norms are of other inputs."""
-    net, batches = Net().train(), uneven()
+    net, batches = norms().train(), uneven()
     net.first = Still(3, momentum=0.3).requires_grad_(False).eval()
     net.second.requires_grad_(False).eval()
     net.unused.running_mean.fill_(7.0)
@@ -80,7 +72,7 @@ def test_frozen_norms_are_renewed_and_everything_else_is_as_before() -> None:
 
 
 def test_after_an_error_the_old_statistics_are_back() -> None:
-    net = Net().train()
+    net = norms().train()
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(RuntimeError):
         recalibrate(net, [*uneven(), (torch.zeros(2, 4, 4, 4),)])

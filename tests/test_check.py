@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 from test_cli import Capture, run
 from test_datasets import write_photos, write_shards
+from typed import command
 
 from dmcp.cli.config import RunConfig
 from dmcp.cli.prune import loader_pace
 from dmcp.cli.session import open_job
 from dmcp.data.datasets import DataSets, FolderSet, check_data, load, no_images, preprocessing
+from dmcp.errors import DmcpError
 
 NETWORK = ("--model", "my_small_net:build", "--data", "photos", "--batch", "4", "--device", "cpu")
 SMALL = (*NETWORK, "--input", "3x32x32")
@@ -53,7 +56,7 @@ def test_every_file_is_decoded(here: Path) -> None:
     (photos / "val" / "dog" / "2.png").unlink()
     (photos / "val" / "dog" / "2.png").symlink_to("nowhere.png")
     seen: list[int] = []
-    facts = check_data(opened(), 2, seen.append)
+    facts = check_data(opened(), seen.append)
     names = ["train/cat/1", "train/dog/3", "val/cat/0", "val/dog/2"]
     assert [it["file"] for it in facts["broken"]] == [f"photos/{name}.png" for name in names]
     assert seen == [*range(1, 18)] and facts["enlarged"] == 13 and not facts["well"]
@@ -130,7 +133,8 @@ def test_a_slow_loader_is_reported(here: Path, capsys: Capture, monkeypatch: pyt
     assert code == 0 and "for a batch and holds back search" in err and json.loads(out)["seconds"] > 100
 
 
-def test_an_own_network_gets_images_of_one_size_as_they_are(here: Path) -> None:
+def test_an_own_network_gets_images_of_one_size_as_they_are(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmcp.cli.show.measure_latency", measured := Mock(side_effect=DmcpError))
     for sizes, kernel, shape in (
         (((40, 32),), 3, "3x40x32"),
         (((40, 32), (32, 40)), 3, "3x224x224"),
@@ -140,6 +144,8 @@ def test_an_own_network_gets_images_of_one_size_as_they_are(here: Path) -> None:
         data, args = str(write_photos(here / str(sizes), *sizes, count=2)), (f"kernel={kernel}",)
         job = open_job(RunConfig(model="my_small_net:build", model_args=args, data=data, device="cpu", batch=2))
         assert job.config.input == shape and job.reasons["input"].startswith(f"{shape}: ")
+        assert command("latency", "--model", "my_small_net:build", "--model-args", *args, "--data", data) == 2
+        assert measured.call_args.args[2].input_shape == job.data.shape  # a table is for the same input
 
 
 def test_what_is_odd_about_the_data_is_said_once(here: Path, capsys: Capture) -> None:

@@ -20,17 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from dmcp import checkpoint
-from dmcp.checkpoint import (
-    Checkpoint,
-    Checkpointer,
-    ResumableIterator,
-    State,
-    load_checkpoint,
-    random_state,
-    save_checkpoint,
-    set_random_state,
-    untouched,
-)
+from dmcp.checkpoint import Checkpoint, Checkpointer, ResumableIterator, State, load_checkpoint, save_checkpoint
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.pruning import Loaders, prune
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
@@ -120,11 +110,11 @@ def draw() -> list[Any]:
 
 def test_the_global_generators_come_back_and_are_seeded_for_each_rank() -> None:
     for _ in range(2):
-        saved = {name: tensor.clone() for name, tensor in random_state(CPU).items()}
+        saved = {name: tensor.clone() for name, tensor in checkpoint.random_state(CPU).items()}
         first = [draw(), draw()]
         seed_all(7)
         assert draw() not in first
-        set_random_state(saved, CPU)
+        checkpoint.set_random_state(saved, CPU)
         assert [draw(), draw()] == first
         _ = random.gauss(0, 1), np.random.normal()  # both libraries keep every second number
     before, drawn = torch.get_rng_state(), []
@@ -134,7 +124,7 @@ def test_the_global_generators_come_back_and_are_seeded_for_each_rank() -> None:
         assert torch.equal(torch.get_rng_state(), before)
     assert drawn[0] == drawn[1] and drawn[3] == drawn[4] and len({*drawn}) == 4
     loader = shuffled(40, generator=torch.Generator())
-    with untouched(loader, CPU):
+    with checkpoint.untouched(loader, CPU):
         seen = [batch[0].sum().item() for batch in loader]
     assert [batch[0].sum().item() for batch in loader] == seen
 
@@ -197,7 +187,7 @@ def test_an_iterator_can_be_resumed_at_any_step(kind: type[Any], accumulate: int
     assert first.per_epoch == -(-5 // accumulate)
     seen, states, total = [], [], 3 * first.per_epoch
     for _ in range(total):
-        states.append((first.start, random_state(CPU)))
+        states.append((first.start, checkpoint.random_state(CPU)))
         seen.append(plain(first.next()))
     sizes = [len(batches) for batches in seen[: first.per_epoch]]
     assert sum(sizes) == 5 and max(sizes) == min(5, accumulate) and seen[0] != seen[first.per_epoch]
@@ -206,7 +196,7 @@ def test_an_iterator_can_be_resumed_at_any_step(kind: type[Any], accumulate: int
         again = ResumableIterator(loader, RESOLVED, SINGLE_PROCESS, accumulate)
         seed_all(step)
         again.resume(step, states[step][0])
-        set_random_state(states[step][1], CPU)
+        checkpoint.set_random_state(states[step][1], CPU)
         assert loader.drawn == (0 if kind is Direct else accumulate * (step % first.per_epoch))
         assert [plain(again.next()) for _ in range(step, total)] == seen[step:]
 

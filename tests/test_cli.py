@@ -26,6 +26,7 @@ from dmcp.models import build
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
 Capture = pytest.CaptureFixture[str]
+Pruned = tuple[Path, str]  # the folder of a run, and what it printed
 SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "708", "--quiet")
 SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
 DRY = (*SHORT, "--batch", "64", "--dry-run")  # what it measures is steps, not epochs: these are shorter
@@ -56,7 +57,7 @@ def graph() -> dmcp.ChannelGraph:
 
 
 @pytest.fixture(scope="module")
-def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Pruned:
     """The folder of a very short run, and what it printed."""
     folder, printed = tmp_path_factory.mktemp("runs") / "short", io.StringIO()
     with redirect_stdout(printed):
@@ -67,7 +68,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 # prune, search, train
 
 
-def test_prune_writes_a_run_and_prints_its_table(pruned: tuple[Path, str]) -> None:
+def test_prune_writes_a_run_and_prints_its_table(pruned: Pruned) -> None:
     folder, printed = pruned
     rows = table(printed)
     assert list(rows) == ["unpruned", "uniform", "dmcp"] and printed.endswith(f"{folder}\n")
@@ -76,9 +77,7 @@ def test_prune_writes_a_run_and_prints_its_table(pruned: tuple[Path, str]) -> No
     assert rows["dmcp"][0] == f"{macs:,}" and macs <= int(rows["unpruned"][0].replace(",", "")) // 2
 
 
-def test_results_are_plain_data(
-    pruned: tuple[Path, str], graph: dmcp.ChannelGraph, capsys: Capture, tmp_path: Path
-) -> None:
+def test_results_are_plain_data(pruned: Pruned, graph: dmcp.ChannelGraph, capsys: Capture, tmp_path: Path) -> None:
     folder, printed = pruned
     code, out, err = run(capsys, "evaluate", str(folder), "--device", "cpu", "--json")
     data = json.loads(out)
@@ -115,7 +114,7 @@ def test_search_takes_bounds_weights_and_held_out_images(capsys: Capture, tmp_pa
     assert (tmp_path / "run" / "search.safetensors").exists()
 
 
-def test_train_takes_widths_and_weights(pruned: tuple[Path, str], capsys: Capture, tmp_path: Path) -> None:
+def test_train_takes_widths_and_weights(pruned: Pruned, capsys: Capture, tmp_path: Path) -> None:
     widths = str(pruned[0] / "widths.json")
     torch.save({"state_dict": build("digits:resnet").state_dict()}, tmp_path / "start.pth")
     start = ("--weights", str(tmp_path / "start.pth"), "--epochs", "1")
@@ -133,9 +132,7 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
     code, out, err = run(capsys, "train", *SMALL, *options)
     assert (code, list(table(out))) == (0, ["unpruned"])  # as given it can do nothing yet
     assert err.startswith("fc is for 1000 classes, the data have 10") and len(err.splitlines()) == 1
-    job = open_job(
-        RunConfig(model="digits:resnet", data="digits", weights=str(tmp_path / "imagenet.pth"), device="cpu")
-    )
+    job = open_job(RunConfig(model="digits:resnet", data="digits", weights=options[1], device="cpu"))
     for name, tensor in job.model.state_dict().items():
         source = job.fresh.fc if name.startswith("fc.") else given
         assert torch.equal(tensor, source.state_dict()[name.removeprefix("fc.")])
@@ -216,16 +213,15 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
     assert {it["name"]: it["steps"] for it in facts["stages"]} == steps and facts["steps"] == sum(steps.values())
     assert facts["seconds"] == pytest.approx(sum(it["seconds"] for it in facts["stages"]))
     facts = json.loads(run(capsys, *words, "--method", "l2")[1])
-    assert facts["chosen"].keys() == {"batch", "epochs", "lr", "weight_decay"} and [
-        it["name"] for it in facts["stages"]
-    ] == ["l2"]
+    assert facts["chosen"].keys() == {"batch", "epochs", "lr", "weight_decay"}
+    assert [it["name"] for it in facts["stages"]] == ["l2"]
 
 
 # sample
 
 
-def test_samples_differ_and_are_inside_the_budget(
-    pruned: tuple[Path, str], graph: dmcp.ChannelGraph, capsys: Capture, tmp_path: Path
+def test_samples_are_inside_the_budget(
+    pruned: Pruned, graph: dmcp.ChannelGraph, capsys: Capture, tmp_path: Path
 ) -> None:
     folder, before = pruned[0], sorted(pruned[0].iterdir())
     out = tmp_path / "new" / "widths"
@@ -258,9 +254,7 @@ def test_inspect_shows_totals_and_tied_layers(capsys: Capture) -> None:
     assert len(json.loads(run(capsys, *words, "--ignore", "layer1")[1])["spaces"]) < len(full["spaces"])
 
 
-def test_inspect_builds_a_network_of_the_current_folder(
-    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_builds_a_net_of_this_folder(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["from torch import nn", "def build(width=8, act=True, name=''):"]
     lines += ["    assert (width, act, name) == (12, False, 'x')", f"    long = nn.Conv2d(width, 2, 3), {LONG!r}"]
     lines += ["    net = nn.Sequential(nn.Conv2d(1, width, 3))", "    net.add_module(*long[::-1])", "    return net"]

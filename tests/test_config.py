@@ -49,9 +49,8 @@ def test_defaults_depend_on_weights_and_retrain() -> None:
     assert it.search and (it.search.lr, it.search.min_lr, it.search.seed, it.search.epochs) == (0.1, 0.01, 3, 2)
     assert (it.search.weight_decay, it.search.label_smoothing, it.seed, it.engine.compile) == (0.5, 0, 3, False)
     assert config("search").retrain is Retrain.NONE and config("train").search is None
-    teachers = [
-        config(**typed).teacher for typed in ({}, {"teacher": "none"}, {"retrain": "slimmable"}, {"recipe": "paper"})
-    ]
+    given = ({}, {"teacher": "none"}, {"retrain": "slimmable"}, {"recipe": "paper"})
+    teachers = [config(**typed).teacher for typed in given]
     assert teachers == ["auto", "", "", ""] and config("train").teacher == ""
 
 

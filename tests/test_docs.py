@@ -108,9 +108,8 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_numbers_and_the_picture_of_the_readme_are_recorded() -> None:
-    recorded = (ROOT / "experiments" / "REPORT.md").read_text() + "".join(
-        PAGES[it] for it in PAGES if it != "README.md"
-    )
+    others = [page for name, page in PAGES.items() if name != "README.md"]
+    recorded = "".join([(ROOT / "experiments" / "REPORT.md").read_text(), *others])
     assert [it for it in re.findall(r"\b\d+\.\d\d\b", PAGES["README.md"]) if it not in recorded] == []
     picture = runpy.run_path(str(ROOT / "experiments" / "picture.py"))
     for theme in picture["THEMES"]:

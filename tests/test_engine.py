@@ -123,20 +123,18 @@ def switches() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("device", "tf32", "deterministic"), [(CPU, True, True), (GPU, False, True), (GPU, True, False)]
-)
-def test_switches_are_put_back(device: Any, tf32: bool, deterministic: bool) -> None:
+@pytest.mark.parametrize(("device", "tf32", "exact"), [(CPU, True, True), (GPU, False, True), (GPU, True, False)])
+def test_switches_are_put_back(device: Any, tf32: bool, exact: bool) -> None:
     """Those of CUDA can be set without a GPU."""
-    old, chosen = switches(), replace(resolved(tf32=tf32, deterministic=deterministic), device=device)
+    old, chosen = switches(), replace(resolved(tf32=tf32, deterministic=exact), device=device)
     with contextlib.suppress(KeyboardInterrupt), chosen.running(nn.Linear(2, 2)):
         inside = switches()
         raise KeyboardInterrupt
-    assert switches() == old and inside["deterministic"] is deterministic
-    assert not deterministic or inside["environment"]["CUBLAS_WORKSPACE_CONFIG"]
+    assert switches() == old and inside["deterministic"] is exact
+    assert not exact or inside["environment"]["CUBLAS_WORKSPACE_CONFIG"]
     if device is GPU:
         assert (inside["tf32"], inside["matmul"]) == ((True, "high") if tf32 else (False, "highest"))
-        assert inside["benchmark"] is not deterministic
+        assert inside["benchmark"] is not exact
 
 
 def test_batchnorms_are_synchronised_and_put_back() -> None:

@@ -124,9 +124,8 @@ def test_torch_pruning_keeps_the_needed_channels() -> None:
     model = copy.deepcopy(problem.model)
     dmcp.train(model, problem.loader, problem.recipe)
     for how in ({}, {"normalize": False}, {"global_pruning": False}):
-        choice = choose(
-            "experiments.methods.peer:torch_pruning", problem, TorchPruningConfig(**how), model.state_dict()
-        )
+        config = TorchPruningConfig(**how)
+        choice = choose("experiments.methods.peer:torch_pruning", problem, config, model.state_dict())
         gap = choice.widths["needed"] - choice.widths["useless"]
         assert abs(gap) <= 1 if "global_pruning" in how else gap == 7 if how else gap > 0
         assert torch.equal(choice.model.needed.weight, model.needed.weight)  # chosen in the trained network

@@ -102,9 +102,7 @@ def test_networks_with_several_inputs_and_outputs(suffix: str, tmp_path: Path) -
 
 
 @both_formats
-def test_a_file_that_is_not_the_network_is_not_left_behind(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_differs_is_not_left_behind(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the weights of one channel change on the way. With a tolerance that allows it, the file is kept."""
     record = exporting.record
 
@@ -139,9 +137,7 @@ def nan() -> nn.Module:
     [
         (Toy(lambda self, x: x.reshape(2, -1)), "net.pt2", dmcp.TraceError, "cannot take"),
         (Toy(lambda self, x: self.meta(x), meta=nn.Conv2d(1, 2, 3)), "net.pt2", dmcp.TraceError, "of meta"),
-        pytest.param(
-            Toy(lambda self, x: x.matrix_exp()), "net.onnx", dmcp.TraceError, "No .*matrix_exp", marks=needs_onnx
-        ),
+        pytest.param(Toy(lambda m, x: x.matrix_exp()), "net.onnx", dmcp.TraceError, "matrix_exp", marks=needs_onnx),
         (nan(), "net.pt2", dmcp.FileError, "not the same"),
         (nn.Conv2d(1, 2, 3), "net.pt", dmcp.FileError, "suffix"),
         (nn.Conv2d(1, 2, 3), "none/net.pt2", dmcp.FileError, "no folder"),

@@ -150,12 +150,11 @@ def files() -> dict[str, bytes]:
         dmcp.save(dmcp.cut(model, graph, widths), widths, run.folder)
         run.write("settings.json", config.to_json() | {"unpruned": {"macs": 5}, "argv": ["dmcp", "prune"]})
         tensors = {"shared/w": torch.randn(2, 3), "rank0/generator": torch.zeros(5, dtype=torch.uint8)}
-        facts = {"identity": {"a": 1}, "lines": 2, "done": False}
+        facts = {"identity": {"world_size": 1}, "lines": 2, "done": False}
         save_checkpoint(run.folder / "checkpoints" / "search", Checkpoint(3, tensors, facts))
         for part in ("train-0", "test-0"):
-            np.savez_compressed(
-                run.folder / part, images=np.random.randint(0, 256, (4, 5, 5, 2), "u1"), labels=np.arange(4) % 2
-            )
+            images = np.random.randint(0, 256, (4, 5, 5, 2), "u1")
+            np.savez_compressed(run.folder / part, images=images, labels=np.arange(4) % 2)
         return {str(it.relative_to(run.folder)): it.read_bytes() for it in run.folder.rglob("*.*") if it.is_file()}
 
 
@@ -193,7 +192,7 @@ READS: dict[Callable[[Path], Any], tuple[str, ...]] = {
     lambda run: dmcp.cut(*network(), Widths.from_json(read_json(run / "widths.json"))): ("widths.json",),
     lambda run: dmcp.expected(load_search(run, network()[1])): ("search.json", "search.safetensors"),
     lambda run: read_config(run)[1].to_json(): ("settings.json",),
-    lambda run: (load_checkpoint(run / "checkpoints" / "search"), Run(run).rewind()): (STEP,),
+    lambda run: (load_checkpoint(run / "checkpoints" / "search"), Run(run).rewind(Run(run).checkpointer({}))): (STEP,),
     lambda run: Run(run).records("search"): ("log.jsonl",),
     lambda run: datasets.load(run): ("train-0.npz",),
 }

@@ -124,9 +124,8 @@ def test_contract(name: str, training: bool) -> None:
             for found, value in zip(gradients(output, net.model), expected, strict=True):
                 assert (found - value).nan_to_num().abs().max() < 1e-8 * scale
                 assert not found[value.isnan()].any()  # what is off gets exactly zero
-        assert graph.macs(chosen) == counted_macs(small, x) and graph.params(chosen) == sum(
-            p.numel() for p in small.parameters()
-        )
+        assert graph.macs(chosen) == counted_macs(small, x)
+        assert graph.params(chosen) == sum(p.numel() for p in small.parameters())
         assert sum(layer.macs for layer in graph.layers(chosen)) == graph.macs(chosen)
         assert sum(layer.params for layer in graph.layers(chosen)) == graph.params(chosen)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Toy, unit
 from test_training import Echo
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -198,29 +199,18 @@ def test_an_object_on_several_ranks_must_say_that_it_gathers() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap",
-    [lambda it: {"out": it, "aux": it + 1}, lambda it: SimpleNamespace(logits=it), lambda it: (it.mean(), it)],
+    "wrap", [lambda it: {"out": it, "aux": it + 1}, lambda it: SimpleNamespace(logits=it), lambda it: (it.mean(), it)]
 )
 def test_scores_in_an_output_of_several_parts_are_found(wrap: Any) -> None:
-    scores, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
-    assert torch.equal(
-        classification_loss(0.1)(wrap(scores), (None, labels)), classification_loss(0.1)(scores, (None, labels))
-    )
-    assert top1(wrap(scores), (None, labels)) == top1(scores, (None, labels)) and scores_of((scores, scores)) is None
+    scores, batch, loss = torch.randn(4, 3), (None, torch.tensor([0, 1, 2, 0])), classification_loss(0.1)
+    assert torch.equal(loss(wrap(scores), batch), loss(scores, batch))
+    assert top1(wrap(scores), batch) == top1(scores, batch) and scores_of((scores, scores)) is None
 
 
 def test_a_network_with_logits_is_pruned_by_default() -> None:
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(
-                nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
-            )
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.net(x)}
-
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    model = Toy(lambda m, x: {"logits": m.head(m.body(x))}, body=unit(3, 8), head=head)
     batches = [(torch.randn(6, 3, 8, 8), torch.randint(3, (6,)))] * 2
     short = {"search": dmcp.SearchConfig(budget="60%", epochs=2, groups=4), "train": dmcp.TrainConfig(epochs=1)}
-    result = dmcp.prune(Wrapped(), batches, batches, **short)
+    result = dmcp.prune(model, batches, batches, **short)
     assert result.model(torch.randn(2, 3, 8, 8))["logits"].shape == (2, 3) and result.rows[-1].samples == 12

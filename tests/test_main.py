@@ -118,8 +118,9 @@ def test_of_several_ranks_one_speaks(capsys: Capture, tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("RANK", "0")
     assert run(capsys, "inspect", "digits:resnet")[1] != ""
-    code, _, err = run(capsys, "prune", *SHORT, "--seeds", "2")
-    assert code == 2 and "leave torchrun out" in err
+    for words in (("prune", *SHORT, "--seeds", "2"), ("compare", *SHORT[:4])):
+        code, _, err = run(capsys, *words)
+        assert code == 2 and "leave torchrun out" in err
 
 
 def test_a_folder_cannot_take_the_place_of_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,8 @@ def by_hand(problem: Problem, state: Any) -> tuple[list[int], int]:
 def test_autoslims_way_is_that_of_networks_that_are_cut(seed: int) -> None:
     problem = planted_problem("45%", seed)
     config = AutoSlimConfig(epochs=1, groups=8, batches=1)
-    state = (
-        AUTOSLIM.prepare(problem, config).state if seed else problem.model.state_dict()
-    )  # an untrained one chooses otherwise
+    # an untrained one chooses otherwise
+    state = AUTOSLIM.prepare(problem, config).state if seed else problem.model.state_dict()
     state = {name: tensor + 9 if "running" in name else tensor for name, tensor in state.items()}  # of no importance
     choice = AUTOSLIM.find(problem, config, state)
     widths, runs = by_hand(problem, state)
@@ -211,9 +210,7 @@ tuned = Method(lambda problem, config: Choice(widths=problem.uniform(), kept={})
         ("dmpc", DmcpError),
     ],
 )
-def test_methods_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
-) -> None:
+def test_own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)

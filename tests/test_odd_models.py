@@ -88,16 +88,12 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "indices of a pool": lambda: Odd(with_indices),
     "running statistics": lambda: Odd(lambda self, y: self.third(y) + self.norm.running_mean.sum()),
     "dice": lambda: Odd(lambda self, y: self.third(y) + torch.bernoulli(y, 1.0).sum(1, keepdim=True)),
-    "dice of its own": lambda: Odd(
-        lambda self, y: self.third(y * (1 + torch.rand(1, generator=self.dice).item() // 1))
-    ),
+    "dice of its own": lambda: Odd(lambda m, y: m.third(y * (1 + torch.rand(1, generator=m.dice).item() // 1))),
     "dice of a seed": lambda: Odd(lambda self, y: (torch.manual_seed(0), self.third(y * torch.rand_like(y)))[1]),
     "dice of a size": lambda: Odd(
         lambda self, y: self.third(y * torch.rand(1, generator=torch.Generator().manual_seed(y.shape[1])).to(y))
     ),
-    "a root": lambda: Odd(
-        lambda self, y: self.third(y) + (y * y).mean((2, 3), keepdim=True).sqrt().sum(1, keepdim=True)
-    ),
+    "a root": lambda: Odd(lambda m, y: m.third(y) + (y * y).mean((2, 3), keepdim=True).sqrt().sum(1, keepdim=True)),
     "a log line": lambda: Odd(lambda self, y: self.third(y if f"{y.sum():.1f}" else 2 * y)),
     "a table kept elsewhere": lambda: Odd(lambda self, y: self.third(y * ramp(y.shape[-1]).to(y))),
     "a way around an error": lambda: Odd(around_an_error),
@@ -105,9 +101,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "gradients on in one mode": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled() != self.training)),
     "a history": lambda: Odd(lambda self, y: halved(self, y, y.requires_grad and not y.is_leaf)),
     "x log x": lambda: Odd(lambda self, y: self.third(y) + (y**2 * (y**2).log()).sum(1, keepdim=True)),
-    "rsqrt": lambda: Odd(
-        lambda self, y: self.third(y * (y * y).mean((2, 3), keepdim=True).rsqrt()) + y.sum(1, keepdim=True)
-    ),
+    "rsqrt": lambda: Odd(lambda m, y: m.third(y * (y * y).mean((2, 3), keepdim=True).rsqrt()) + y.sum(1, keepdim=True)),
     "a quotient": lambda: Odd(lambda self, y: y / y.abs().sum((2, 3), keepdim=True) + y.sum(1, keepdim=True)),
 }
 

@@ -60,9 +60,7 @@ def means(classes: int = 5) -> nn.Module:
 
 NAMELESS = [{"image": torch.zeros(2, *Residual.SHAPE)}]
 ARRAYS = [(np.zeros((4, *Residual.SHAPE), np.float32), np.zeros(4))]
-OWN = dmcp.Task(
-    loss=lambda output, batch: output["classes"].sum(), metric=lambda output, batch: (output.sum(), len(output))
-)
+OWN = dmcp.Task(loss=lambda output, _: output["classes"].sum(), metric=lambda output, _: (output.sum(), len(output)))
 NAN = float("nan")
 CASES: dict[str, tuple[type[Exception], Any]] = {
     # settings
@@ -100,10 +98,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "teacher of other classes": (TrainingError, lambda: {"teacher": means(7)}),
     "teacher of other inputs": (TrainingError, lambda: {"teacher": nn.Sequential(nn.Linear(3, 5))}),
     "broken teacher": (TrainingError, lambda: {"teacher": broken(lambda it: it.head.bias.data.fill_(NAN))}),
-    "slimmable ages": (
-        TrainingError,
-        lambda: {"model": Ages(**Residual.FULL), "retrain": "slimmable", "task": OWN},
-    ),
+    "slimmable ages": (TrainingError, lambda: {"model": Ages(**Residual.FULL), "retrain": "slimmable", "task": OWN}),
 }
 
 

@@ -114,9 +114,7 @@ def trained() -> tuple[nn.Module, ChannelGraph, list[Any]]:
     return model, dmcp.trace(model, torch.zeros(2, 1, 8, 8)), loaders
 
 
-def test_by_default_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmcp.settings._MIN_STEPS", 1)
     monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (30, 40))
     model, _, loaders = trained()
@@ -179,7 +177,7 @@ def test_own_loss_metric_and_batches() -> None:
         task = dmcp.Task(loss=loss, metric=own)
         result = prune(loader=batches, val_loader=batches, search=replace(SEARCH, distill=False), task=task)
         (row,) = result.rows
-        assert (row.accuracy, row.own_metric, row.samples, row.lower_is_better) == (7, True, 12, lower)
+        assert (row.accuracy, row.score, row.samples, row.lower_is_better) == (7, "metric", 12, lower)
         head, _, pruned, *_ = result.table.splitlines()
         assert "accuracy" not in head and ("metric (lower is better)" in head) == lower
         assert pruned.split()[-4] == "7" and "points" not in result.table

@@ -10,16 +10,7 @@ import torch
 from test_pruning import traced
 from torch import nn
 
-from dmcp.results import (
-    DMCP,
-    UNIFORM,
-    UNPRUNED,
-    Row,
-    divergence,
-    milliseconds,
-    notes,
-    standard_error,
-)
+from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, divergence, milliseconds, notes, standard_error
 from dmcp.results import results_table as text_of
 
 
@@ -44,7 +35,7 @@ def test_an_accuracy_has_points_and_a_standard_error() -> None:
 def test_a_metric_is_compared_in_its_own_unit(lower: bool) -> None:
     """Where little is good, in words: a plain + or - would be read as a gain or a loss of quality."""
     _, graph = traced()
-    kind = {"own_metric": True, "lower_is_better": lower}
+    kind = {"score": "metric", "lower_is_better": lower}
     text = text_of(rows(0.25, 0.75, 0.5, **kind), graph)
     gaps = ("0.25 worse than unpruned", "0.25 better than uniform") if lower else ("+0.25 against", "-0.25 against")
     assert all(gap in text for gap in gaps) and ("metric (lower is better)" in text.splitlines()[0]) == lower

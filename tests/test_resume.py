@@ -22,12 +22,14 @@ import numpy as np
 import pytest
 import torch
 from test_checkpoint import saved_step
+from test_cli import Capture
 from test_datasets import write_photos
 from typed import command
 
 import dmcp
+from dmcp.cli.session import _start
 from dmcp.models import rebuild
-from dmcp.runs import read_run
+from dmcp.runs import Run, read_run
 from dmcp.runtime.io import LOCK, Lock
 
 NET = """
@@ -158,9 +160,7 @@ CASES: dict[str, tuple[str, Moment, str, int, tuple[str, int] | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_interrupted_run_ends_in_the_same_bits(
-    case: str, runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_ends_in_the_same_bits(case: str, runs: Runs, tmp_path: Path, capfd: Capture) -> None:
     start, moment, act, code, left = CASES[case]
     run = tmp_path / "run"
     whole = runs()
@@ -204,9 +204,7 @@ RETRAIN = ("prune", *COMMON, "--search-epochs", "2", "--epochs", "2", "--retrain
     ],
     ids=["search", "train", "finetune", "slimmable"],
 )
-def test_other_commands_and_ways_go_on_as_well(
-    runs: Runs, tmp_path: Path, argv: tuple[str, ...], moment: Moment
-) -> None:
+def test_other_commands_and_ways_go_on_too(runs: Runs, tmp_path: Path, argv: tuple[str, ...], moment: Moment) -> None:
     whole, run = runs(argv=argv), tmp_path / "run"
     assert typed(*argv, "--out", run, moment=moment) == -1
     assert typed(argv[0], "--resume", run, "--quiet") == 0
@@ -231,9 +229,7 @@ def test_a_run_on_image_files_goes_on_in_the_middle_of_an_epoch(
 
 
 @pytest.mark.parametrize("renames", range(5))
-def test_a_run_that_was_killed_as_it_began(
-    renames: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_as_it_began(renames: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, real = tmp_path / "run", Path.replace
 
     def replace(self: Path, target: Path) -> Path:
@@ -260,7 +256,7 @@ def test_a_file_that_is_removed_in_the_middle(name: str, tmp_path: Path, monkeyp
 # what stands in the way
 
 
-def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: Capture) -> None:
     whole, run = runs(), shutil.copytree(runs(STARTS["searching"]), tmp_path / "run")
     settings = (run / "settings.json").read_text()
     with Lock(run):
@@ -281,6 +277,7 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
     ):
         (run / "settings.json").write_text(json.dumps(stored | change))
         assert resume(run) == 2 and sentence in capfd.readouterr().err
+        assert json.loads((run / "settings.json").read_text()) == stored | change  # no start is noted
         (run / "settings.json").write_text(settings)
     assert typed(*PRUNE, "--resume", run) == 0  # the same once more is no contradiction
     assert_same(run, whole)
@@ -291,7 +288,13 @@ def test_a_run_goes_on_as_it_was_begun(runs: Runs, tmp_path: Path, capfd: pytest
     assert times[0] < times[1] <= datetime.now(UTC) and read_run(run).started == times[0]
 
 
-def test_other_weights_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_library_may_lack_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.Distribution.discover", lambda **_: iter(()))  # as if built by hand
+    (facts,) = _start(Run(tmp_path), Mock(model=torch.nn.Linear(1, 1))).values()
+    assert "torch" in facts and "torchvision" not in facts
+
+
+def test_other_weights_are_refused(capfd: Capture) -> None:
     given, other = (rebuild("killed_net:build", (), 10, seed).state_dict() for seed in (1, 2))
     torch.save({"ema": other, "model": given}, "given.pth")
     argv = ("train", *COMMON, "--epochs", "1", "--weights", "given.pth", "--out", "run")

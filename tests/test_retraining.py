@@ -106,10 +106,7 @@ def test_the_teacher_is_a_row_if_its_costs_are_known() -> None:
         ({"teacher": model, "retrain": "finetune"}, [ORIGINAL, DMCP]),
         ({"teacher": model, "baselines": []}, [DMCP]),
         ({"teacher": mean()}, [DMCP]),  # nobody has counted what it costs
-        (
-            {"teacher": other(), "retrain": "finetune", "baselines": True},
-            [TEACHER, UNPRUNED, UNIFORM, DMCP],
-        ),
+        ({"teacher": other(), "retrain": "finetune", "baselines": True}, [TEACHER, UNPRUNED, UNIFORM, DMCP]),
     ]
     for options, names in cases:
         assert [row.name for row in prune(**options).rows] == names

@@ -18,7 +18,7 @@ from dmcp.cli import prune
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job, open_job
 from dmcp.compare import runner
-from dmcp.compare.runner import Bounds, Comparison, PlannedRun, Protocol, begin, plan
+from dmcp.compare.runner import Comparison, PlannedRun, Protocol, begin, plan
 from dmcp.compare.table import write_table
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
@@ -85,8 +85,9 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
     one = found["slimming-params=40%-seed4"]
     assert (one.method, one.seed, one.budget, one.settings) == ("slimming", 4, "params:40%", {"sparsity": 0.1})
     assert one.scratch and not found["l1-50%-seed3"].scratch
-    used, tuned = found["dmcp-50%-seed3"].config, found["l1-50%-seed3"].config
+    used, tuned = (found[f"{name}-50%-seed3"].with_search(job) for name in ("dmcp", "l1"))
     assert used.search and (used.search.epochs, used.search.lr, used.search.seed, used.method) == (2, 0.2, 3, "dmcp")
+    assert used.search.min_channels == {space.name: 1 for space in job.graph.spaces}  # as used
     assert (tuned.search, tuned.retrain, tuned.train.lr, tuned.budgets) == (None, "finetune", 0.08, ("50%",))
     assert found["dmcp-50%-seed3"].settings["groups"] == 10  # those that nobody typed, too
     alone = replace(TWO, methods=("l1",), budgets=("50%",), unpruned=False, settings={})  # trained by uniform's runs
@@ -102,7 +103,7 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
         {"protocol": replace(TWO.protocol, scratch=False)},
         {"budgets": ("50%", "0.5")},
         {"protocol": changed(batch=5000)},
-        {"protocol": replace(TWO.protocol, bounds=Bounds(max_channels={"0": 2})), "budgets": ("95%",)},
+        {"protocol": replace(TWO.protocol, bounds={"max_channels": {"0": 2}}), "budgets": ("95%",)},
     ],
     ids=lambda it: str(it)[:40],
 )
@@ -187,9 +188,8 @@ def do(it: PlannedRun, job: Job, folder: Path, stage: str = "", steps: int = 0) 
         if stage == event.stage and next(left, None) is None:
             raise Killed
 
-    files.rewind()
-    runtime = Runtime(checkpointer=files.checkpointer({}, every_steps=10), on_event=hear)
-    runner.OneRun(it, job, files, runtime).do()
+    files.rewind(checkpointer := files.checkpointer({}, every_steps=10))
+    runner.OneRun(it, job, files, Runtime(checkpointer=checkpointer, on_event=hear)).do()
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +217,7 @@ def whole(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("unpruned", "unpruned", 12),
     ],
 )
-def test_a_killed_run_ends_in_the_same_bits(
-    job: Job, whole: Path, tmp_path: Path, name: str, stage: str, steps: int
-) -> None:
+def test_a_killed_run_ends_the_same(job: Job, whole: Path, tmp_path: Path, name: str, stage: str, steps: int) -> None:
     it = planned(TABLE, job)[f"{name}-seed0"]
     if it.uses:
         shutil.copytree(whole / it.uses, tmp_path / it.uses)

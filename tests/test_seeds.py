@@ -173,9 +173,8 @@ def test_each_seed_is_a_run_and_only_those_that_are_left_go_on(
     (tmp_path / "seed-4" / "report.md").unlink()
     (tmp_path / "seed-4" / "widths.json").unlink()
     capsys.readouterr()
-    assert typed(*words) == 0 and done[2:] == [
-        (*words, "--seeds", "1", "--seed", "4", "--resume", f"{tmp_path}/seed-4")
-    ]
+    assert typed(*words) == 0
+    assert done[2:] == [(*words, "--seeds", "1", "--seed", "4", "--resume", f"{tmp_path}/seed-4")]
     assert json.loads(capsys.readouterr().out.rpartition("\n{")[2].join("{ ")) == {"folder": str(tmp_path)} | facts
     assert typed(*words, "--epochs", "2") == 2 and "leave --epochs out" in capsys.readouterr().err
 

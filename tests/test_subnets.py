@@ -176,9 +176,7 @@ def supernet(model: nn.Module, shape: tuple[int, ...]) -> Any:
 def task(output: Any, batch: Any) -> Tensor:
     """Cross-entropy of every output; of maps, with weights that differ from pixel to pixel and with the size."""
     outputs = output if isinstance(output, tuple) else (output,)
-    flat = [
-        part if part.ndim == 2 else (part * torch.linspace(0, 1, part.shape[-1])).sum((2, 3)) / 100 for part in outputs
-    ]
+    flat = [it if it.ndim == 2 else (it * torch.linspace(0, 1, it.shape[-1])).sum((2, 3)) / 100 for it in outputs]
     return sum((F.cross_entropy(part, batch[1]) for part in flat), torch.zeros(()))
 
 
@@ -250,18 +248,14 @@ def test_stems_of_torchvision(name: str) -> None:
 @pytest.mark.parametrize("align", [1, 3])
 @pytest.mark.parametrize(
     ("part", "reader", "paths"),
-    [
-        (nn.ChannelShuffle(2), nn.Conv2d(8, 7, 3), ("0", "1")),
-        (nn.Flatten(), nn.Linear(8 * 12 * 12, 7), ("0", "1")),
-    ],
+    [(nn.ChannelShuffle(2), nn.Conv2d(8, 7, 3), ("0", "1")), (nn.Flatten(), nn.Linear(8 * 12 * 12, 7), ("0", "1"))],
     ids=["shuffled", "flattened"],
 )
 def test_stems_whose_output_is_not_one_space(part: nn.Module, reader: nn.Module, paths: Any, align: int) -> None:
     """A narrow network must take the right channels out of it."""
     pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten()) if isinstance(reader, nn.Conv2d) else ()
-    net = supernet(
-        randomise(nn.Sequential(nn.Conv2d(3, 8, 3), part, reader, nn.ReLU(), *pool, nn.Linear(7, 5))), (3, 14, 14)
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), part, reader, nn.ReLU(), *pool, nn.Linear(7, 5))
+    net = supernet(randomise(model), (3, 14, 14))
     stem = find_stem(net)
     assert stem is not None and stem.paths == paths
     assert_the_same(net, stem, sample((3, 14, 14), batch=12), align=align)

@@ -6,6 +6,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from statistics import median
 
@@ -22,6 +23,7 @@ FAMILIES = {
 }
 _PLACE = re.compile(r" \([^()]* at [^()]*\)| of [\w.]+(?= depends)")  # where in the model a reason applies
 
+LIBRARIES = ("torch", "torchvision", "timm")
 Row = tuple[Entry, Result]
 
 
@@ -34,7 +36,7 @@ def write(results: Mapping[str, Result], peers: Mapping[str, str] | None, comman
 
 
 def _head(rows: Sequence[Row], command: str) -> str:
-    versions = {"torch-dmcp": dmcp.__version__} | {name: version(name) for name in ("torch", "torchvision", "timm")}
+    versions = {"torch-dmcp": dmcp.__version__} | {name: import_module(name).__version__ for name in LIBRARIES}
     versions["Python"] = platform.python_version()
     about = ", ".join([f"{len(rows)} of {len(ENTRIES)} models", *(f"{name} {text}" for name, text in versions.items())])
     return f"""# The zoo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,13 +78,6 @@ def check_yields(loader: Any, name: str = "loader") -> None:
     """Refuse what cannot be iterated."""
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise DataError(f"The {name} must yield batches, but a {type(loader).__name__} does not: give a DataLoader.")
-
-
-def check_tested(loader: Any, networks: int) -> None:
-    """Refuse a generator where several networks are tested."""
-    check_yields(loader, "val_loader")
-    if networks > 1 and isinstance(loader, Generator):
-        raise DataError("The val_loader is a generator, which gives its batches once: give a list or a DataLoader.")
 
 
 def check_parts(loader: Any, world: World) -> None:

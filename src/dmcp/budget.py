@@ -24,9 +24,7 @@ _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
 _UNITS = {"macs": _SCALES, "params": _SCALES, MEMORY: _SCALES | _BYTES, LATENCY: _TIMES}
-_PART = re.compile(
-    r"(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]*)", re.ASCII
-)
+_PART = re.compile(r"(?a)(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]*)")
 _MAX_TARGET = 10**18  # more than any network costs
 _STEEP = 10.0  # alphas beyond have a gradient near zero
 _HELP = 'write "50%", "211M", "params:2M", "memory:256kB", "8ms", "latency:50%", or several: "50%,params:2M"'

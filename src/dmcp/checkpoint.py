@@ -32,7 +32,7 @@ from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingE
 from dmcp.modules import path_of
 from dmcp.runtime.distributed import World, gather, sum_values
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.runtime.io import quote, read_bytes, refuse_link, write_files
+from dmcp.runtime.io import plain, quote, read_bytes, refuse_link, write_files
 
 DONE = "done"  # whether the loop of a checkpoint was at its end
 _FILE = "checkpoint.safetensors"
@@ -339,16 +339,20 @@ class Checkpointer:
         return replace(self, name=name, folder=self.folder / name.replace(" ", "-"), _step=0, _time=time.monotonic())
 
     def load(self, world: World) -> Checkpoint | None:
-        """The newest checkpoint, if there is one; FileError if it was made with other settings."""
+        """The newest checkpoint, if there is one, checked."""
         found = load_checkpoint(self.folder)
         if len({*gather(found and found.step, world)}) > 1:
             raise RankError(f"{self.folder}: ranks see different checkpoints: give a folder that all of them share.")
         if found is None:
             return None
         self._step = found.step
-        if differences := list(_differences(found.facts.get("identity"), self._identity(world))):
-            raise FileError(f"{self.folder}: it cannot go on with other settings: {'; '.join(differences)}.")
+        self.check(found.facts, world)
         return found
+
+    def check(self, facts: Mapping[str, Any], world: World) -> None:
+        """FileError for a checkpoint that was made with other settings."""
+        if differences := list(_differences(facts.get("identity"), self._identity(world))):
+            raise FileError(f"{self.folder}: it cannot go on with other settings: {plain('; '.join(differences))}.")
 
     def due(self, step: int, world: World) -> bool:
         """Whether to save after so many steps; several ranks ask each other now and then."""

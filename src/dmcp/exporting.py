@@ -316,9 +316,7 @@ def quantize(
         new = Path(folder) / path.name
         _write_int8(source, [by_name(before.names, batch) for batch in batches], new)
         after = open_file(new)
-        was, now = (
-            torch.cat([out.double().flatten() for it in batches for out in file.run(it)]) for file in (before, after)
-        )
+        was, now = (torch.cat([y.double().flatten() for x in batches for y in it.run(x)]) for it in (before, after))
         difference = float((was - now).norm() / was.norm())
         if not difference < float("inf"):
             raise FileError(f"{path}: not written: its outputs are not finite.")

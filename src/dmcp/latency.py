@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_map_only
 
 from dmcp import exporting
 from dmcp.batches import device_of, generator
@@ -332,9 +332,7 @@ class Clock:
         place = f"{device} with a batch of {self.config.batch} in {self.config.dtype}"
         in_onnx = self.config.runtime == RuntimeKind.ONNX
         with blaming(f"The latency cannot be measured on {place}", DmcpError), torch.inference_mode(not in_onnx):
-            example = pytree.tree_map_only(
-                Tensor, lambda it: it.to(device, dtype if it.is_floating_point() else it.dtype), example
-            )
+            example = tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), example)
             moved = (net.to(device=device, dtype=dtype).eval() for net in nets)
             calls = open_sessions(moved, example, self.threads) if in_onnx else None
             calls = calls or [functools.partial(call_model, net, example) for net in moved]
@@ -437,28 +435,27 @@ def choose(
     pick: Callable[[Budget], tuple[Picked, Widths, nn.Module]],
     budget: Budget,
     graph: ChannelGraph,
-    low: Widths,
+    lowest: int,
     model: nn.Module,
     clock: Clock | None,
     folder: Path | None = None,
 ) -> tuple[Picked, Outcome]:
     """What is picked for the budget, where its cut network, once measured, is inside the latency limit.
 
-    Where that is too slow, the limit is lowered by as much, down to the cost of the lowest widths, and it is picked
-    again. Rank 0 measures for all, once: times that are in the folder are kept.
+    Where that is too slow, the limit is lowered by as much, down to `lowest`, and it is picked again. Rank 0 measures
+    for all, once: times that are in the folder are kept.
     """
     table = Latency.of(graph)
     assert table is not None
     asked = target = next(limit.target for limit in budget.limits if limit.kind == LATENCY)
-    lowest = graph.cost(LATENCY, low)
     for again in range(_TRIES + 1):
         limits = tuple(Limit(it.kind, target) if it.kind == LATENCY else it for it in budget.limits)
         picked, widths, small = pick(replace(budget, limits=limits))
-        beside = functools.partial(_time_beside, clock, small, model)
+        beside, predicted = functools.partial(_time_beside, clock, small, model), graph.cost(LATENCY, widths)
         share = _once(folder and folder / CHOICE_FILE.format(again), beside)["share"]
         outcome = Outcome(
             asked_ms=asked / FS_PER_MS,
-            predicted_ms=graph.cost(LATENCY, widths) / FS_PER_MS,
+            predicted_ms=predicted / FS_PER_MS,
             unpruned_ms=table.unpruned_ms,
             how=table.how,
             measured_ms=None if share is None else share * table.unpruned_ms,
@@ -466,8 +463,7 @@ def choose(
         )
         if outcome.measured_ms is None or outcome.held or target == lowest:
             break
-        spent = min(target, graph.cost(LATENCY, widths))
-        target = max(math.floor(spent * outcome.asked_ms / outcome.measured_ms), lowest)
+        target = max(math.floor(min(target, predicted) * outcome.asked_ms / outcome.measured_ms), lowest)
     if outcome.warning and current().first:
         warnings.warn(outcome.warning, stacklevel=3)
     return picked, outcome

@@ -34,6 +34,7 @@ class WholeMetric(Protocol):
 
 
 Metric = MeanMetric | WholeMetric
+Pairs = Iterable[tuple[Any, Any]]  # outputs and their batches
 _METHODS = ("reset", "update", "compute")
 _IGNORED = -100  # labels that cross-entropy leaves out
 
@@ -82,10 +83,8 @@ def distillation_loss(output: Any, target: Sequence[Tensor], temperature: float 
         tensor.ndim < 2 or tensor.shape[1] < 2 or not tensor.is_floating_point() for tensor in own
     ):
         shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
-        raise TrainingError(
-            f"Distillation needs the same classes along dim 1 of all outputs, not {shapes}: set distill=False in the "
-            "SearchConfig, and leave the teacher out."
-        )
+        needs = f"Distillation needs the same classes along dim 1 of all outputs, not {shapes}"
+        raise TrainingError(f"{needs}: set distill=False in the SearchConfig, and leave the teacher out.")
     parts = []
     for mine, wanted in zip(own, target, strict=True):
         goal = F.log_softmax(wanted.float() / temperature, dim=1)
@@ -125,10 +124,8 @@ def check_range(labels: Tensor, classes: int) -> None:
         return  # shares of classes
     lowest, highest = torch.stack(labels.masked_fill(labels == _IGNORED, 0).aminmax()).tolist()  # waits once
     if lowest < 0 or highest >= classes:
-        raise DataError(
-            f"A label is {lowest if lowest < 0 else highest}, but the network has {classes} outputs, for labels from 0 "
-            f"to {classes - 1}: number the classes from 0, or build the network for more of them."
-        )
+        wrong = f"A label is {lowest if lowest < 0 else highest}, but the network has {classes} outputs"
+        raise DataError(f"{wrong}: number the classes from 0, or build the network for more of them.")
 
 
 def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -199,24 +196,23 @@ def whole_of(metric: Any) -> WholeMetric | None:
     while isinstance(metric, LowerIsBetter):
         metric = metric.metric
     if isinstance(metric, type) or (not callable(metric) and not all(hasattr(metric, it) for it in _METHODS)):
-        raise TrainingError(
-            "metric must be a function (output, batch) -> (sum, count), or an object with reset(), update(output, "
-            f"batch) and compute(), not {metric!r}."
-        )
+        other = "an object with reset(), update(output, batch) and compute()"
+        raise TrainingError(f"metric must be a function (output, batch) -> (sum, count), or {other}, not {metric!r}.")
     return metric if all(hasattr(metric, it) for it in _METHODS) else None
 
 
-def check_metric(metric: Metric | None, world: World) -> None:
-    """Refuse an object that would see a part of the samples only."""
+def check_metric(metric: Metric | None, world: World) -> WholeMetric | None:
+    """The object, if the metric is one of a whole data set; refused if it would see a part of the samples only."""
     whole = None if metric is None else whole_of(metric)
     if whole is not None and world.size > 1 and getattr(whole, "all_ranks", False) is not True:
         raise TrainingError(
             f"Each of {world.size} ranks sees a part of the samples only: let compute() of the metric gather from all "
             "ranks, as torchmetrics does, and say so by all_ranks = True in its class."
         )
+    return whole
 
 
-def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World) -> float:
+def measure(metric: WholeMetric, pairs: Pairs, world: World) -> float:
     """The metric of all these outputs and batches; with several ranks its compute() gathers from all."""
     metric.reset()
     seen = 0
@@ -232,9 +228,7 @@ def measure(metric: WholeMetric, pairs: Iterable[tuple[Any, Any]], world: World)
     return value
 
 
-def mean(
-    metric: MeanMetric, pairs: Iterable[tuple[Any, Any]], device: torch.device, world: World
-) -> tuple[float, float]:
+def mean(metric: MeanMetric, pairs: Pairs, device: torch.device, world: World) -> tuple[float, float]:
     """The mean of the metric over the answers of all these outputs and batches, and of all ranks; their number."""
     total = torch.zeros(2, dtype=widest(device), device=device)
     for output, batch in pairs:

@@ -30,7 +30,7 @@ def check_module(model: object) -> None:
         raise TraceError(f"A torch.nn.Module is needed, not {name}.")
 
 
-def path_of(who: str, path: object, what: str = "file") -> Path:
+def path_of(who: str, path: object, what: str) -> Path:
     """A path from text or a path."""
     if not isinstance(path, str | os.PathLike):
         raise FileError(f"{who} needs the path of a {what}, not {path!r}.")

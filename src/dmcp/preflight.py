@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dmcp.batches import (
-    Loader,
-    check_parts,
-    check_tested,
-    device_of,
-    input_of,
-    labels_of,
-    length_of,
-    on_device,
-    peek,
-    size_of,
-)
+from dmcp import batches
+from dmcp.batches import Loader, device_of, input_of, labels_of, length_of, on_device, peek, size_of
 from dmcp.checkpoint import untouched
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import Metric, check_fit, check_metric, check_range, distillation_loss, score_by, scores_of, whole_of
+from dmcp.losses import Metric, check_fit, check_metric, check_range, distillation_loss, score_by, scores_of
 from dmcp.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import make_optimizer
@@ -54,7 +45,9 @@ def preflight(
     for name, loader in loaders.items():
         if (loader is not None or name == "loader") and not length_of(loader, name):
             raise DataError(f"The {name} has no batches: is the batch larger than the data?")
-    check_tested(val_loader, networks)
+    batches.check_yields(val_loader, "val_loader")
+    if networks > 1 and isinstance(val_loader, Generator):
+        raise DataError("The val_loader is a generator, which gives its batches once: give a list or a DataLoader.")
     assert loaders["loader"] is not None
     batch = next(iter(loaders["loader"]))
     example = on_device(input_of(batch), device_of(model))
@@ -126,9 +119,7 @@ def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, train: boo
     try:
         target = tensors_in(_run(unwrap(teacher), example, train))
     except Exception as error:
-        raise TrainingError(
-            f"The teacher cannot take the network's inputs: {type(error).__name__}: {error}; it gets the same batches."
-        ) from error
+        raise TrainingError(f"The teacher cannot take the same batches: {type(error).__name__}: {error}.") from error
     if (output := _output(unwrap(model), example, train=True)) is not None:
         distillation_loss(output, target)
 
@@ -154,17 +145,16 @@ def try_test(model: nn.Module, loader: Loader, task: Task, batch: Any, tested: b
     The labels of all batches are looked at, unless everything is tested next. batch: of training, if none can be seen.
     """
     device, metric = device_of(model), task.metric
-    whole = None if metric is None else whole_of(metric)
     with untouched(loader, device):
-        if whole is not None:
-            check_parts(loader, current())
-        batches = peek(loader)
-        seen = on_device((batches or [batch])[0], device)
+        if check_metric(metric, current()) is not None:
+            batches.check_parts(loader, current())
+        first = peek(loader)
+        seen = on_device((first or [batch])[0], device)
         if metric is None and task.loss is not None:
             metric = score_by(task.loss, _output(unwrap(model), input_of(seen), train=False), seen)
-        if batches is None:
+        if first is None:
             return metric
-        evaluate(narrow(unwrap(model), {}, {}), batches, metric)
+        evaluate(narrow(unwrap(model), {}, {}), first, metric)
         if metric is None and not tested and (classes := classes_of(model, input_of(seen))):
             for batch in loader:
                 check_range(labels_of(batch), classes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from dmcp import progress
+from dmcp import progress, retraining
 from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, ratios, show_cost
 from dmcp.checkpoint import plain_settings
@@ -26,18 +26,7 @@ from dmcp.modules import unwrap
 from dmcp.preflight import can_teach, classes_of, first_two, preflight
 from dmcp.progress import phase, plan, shown
 from dmcp.results import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
-from dmcp.retraining import (
-    Retraining,
-    calibrated,
-    copied,
-    is_model,
-    is_trained,
-    origin,
-    train_all,
-    trained_before,
-    weigh_teacher,
-    who_teaches,
-)
+from dmcp.retraining import Retraining, calibrated, copied, is_model, is_trained, train_all, trained_before
 from dmcp.runtime.distributed import current
 from dmcp.sampling import expected, filled, uniform
 from dmcp.searching import search as searching
@@ -162,7 +151,7 @@ def prune(
         guide = copied(model, device_of(model)) if teacher is model else None
     own = is_model(teacher, model)
     if guide is not None and not own and task.metric is None:
-        weigh_teacher(guide, classes_of(guide, sample), val_loader)
+        retraining.weigh_teacher(guide, classes_of(guide, sample), val_loader)
     batch = size_of((example,)) * current().size
     sizes = {"images": length_of(plain) * batch, "batch": batch}
     usual = defaults(middle(specs), kind, trained=trained, own_loss=task.loss is not None, **sizes)
@@ -178,7 +167,7 @@ def prune(
     budgets = read_budgets(specs, graph, *reachable(graph, config))
     table = Latency.of(graph)
     clock = clock_of(table, sample, None if isinstance(latency, Latency) else latency) if table else None
-    work = _Work(model, graph, budgets, others, method, config, how, loaders, task, runtime, clock).identified()
+    work = Work(model, graph, budgets, others, method, config, how, loaders, task, runtime, clock).identified()
     plan(work.phases(val_loader))
     before = trained_before(model, ORIGINAL in others, None if own else guide)
     nets, found = dict[str, nn.Module](), None
@@ -193,7 +182,7 @@ def prune(
     for text in unknown(rows):
         warn(f"{text}.", MetricWarning)
     earlier = "the weights of the search" if searches else "the weights that it kept"
-    text = origin(how, who_teaches(teacher, model), method, earlier)
+    text = retraining.origin(how, retraining.who_teaches(teacher, model), method, earlier)
     results = work.results(chosen, nets, rows, text)
     first = next(iter(results.values()))
     return replace(first, rows=rows, front=results, search=found) if len(results) > 1 else first
@@ -273,7 +262,7 @@ class _Chosen:
 
 
 @dataclass(frozen=True, eq=False)
-class _Work:
+class Work:
     """What is pruned, for which budgets and how; its methods are the parts of `prune` that take long."""
 
     model: nn.Module
@@ -288,7 +277,7 @@ class _Work:
     runtime: Runtime
     clock: Clock | None  # of a limit of latency: what measures as its table was measured, if that is here
 
-    def identified(self) -> _Work:
+    def identified(self) -> Work:
         """The same with checkpoints that refuse to go on with other settings, unless they have an identity already."""
         if not self.runtime.checkpointer or self.runtime.checkpointer.identity:
             return self
@@ -376,8 +365,8 @@ class _Work:
 
         for name, budget in self.budgets.items():
             if limits_latency(budget):
-                folder = _folder(self.runtime, name if len(self.budgets) > 1 else "")
-                it, outcome = choose(cut_too, budget, self.graph, low, self.model, self.clock, folder)
+                folder, lowest = _folder(self.runtime, name * (len(self.budgets) > 1)), self.graph.cost(LATENCY, low)
+                it, outcome = choose(cut_too, budget, self.graph, lowest, self.model, self.clock, folder)
                 found[name] = replace(it, latency=outcome)
             else:
                 found[name] = pick(budget)
@@ -400,12 +389,9 @@ class _Work:
                 cuts[row] = cut(source, graph, wanted[row], by="first" if it.search else "l2")
             wanted[self.row(self.method, name)] = it.choice.widths
             cuts[self.row(self.method, name)] = it.cut(graph)
-        weights = self._untrained() if how.anew else source
+        loader, weights = self.loaders.final, self._untrained() if how.anew else source
         cuts = {} if how.anew else cuts
-        trained = train_all(
-            weights, graph, wanted, self.loaders.final, how, cuts=cuts, task=self.task, runtime=self.runtime
-        )
-        nets = nets | trained
+        nets = nets | train_all(weights, graph, wanted, loader, how, cuts=cuts, task=self.task, runtime=self.runtime)
         for name, it in chosen.items():
             check_budget(nets[self.row(self.method, name)], it.choice.widths, graph, self.budgets[name])
         return nets, wanted | {self.row(CUT, name): it.choice.widths for name, it in chosen.items()}

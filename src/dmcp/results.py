@@ -15,7 +15,7 @@ from torch import nn
 
 from dmcp.batches import Loader, device_of, size_of
 from dmcp.exporting import turn_times
-from dmcp.losses import LowerIsBetter, Metric
+from dmcp.losses import LowerIsBetter
 from dmcp.modules import call_model, kept_modes
 from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
@@ -27,6 +27,7 @@ DMCP, UNIFORM = "dmcp", "uniform"  # networks of the final table
 ORIGINAL = "original"  # the model before anything was done to it
 CUT = "right after the cut"  # of a trained model, with the weights of the search
 TEACHER = "teacher"  # a given one, of the same architecture
+ACCURACY = "accuracy"  # what is tested, unless the user has a metric or a loss
 _BASELINES = (ORIGINAL, CUT, TEACHER, UNPRUNED, UNIFORM)
 ROUNDS = 3  # of a few passes that are timed
 _RISE = 0.1  # what the loss of one batch may differ by without a meaning
@@ -43,17 +44,8 @@ class Row:
     ms: float = 0.0  # of a pass over one batch on this machine
     batch: int = 0  # samples in that batch
     samples: int = 0  # it was tested on; 0: not known
-    own_metric: bool = False  # whether the metric is the user's: a plain number, not a share of right answers
+    score: str = ACCURACY  # or "metric", the user's own, or "loss": plain numbers, not shares of right answers
     lower_is_better: bool = False
-    is_loss: bool = False  # whether it is the loss, as there was no metric
-
-
-def make_row(name: str, net: nn.Module, loader: Loader, metric: Metric | None, **costs: Any) -> Row:
-    """A network of the table, tested; `costs` are further fields of the row."""
-    accuracy, samples = evaluate_counted(net, loader, metric)
-    known = {"macs": 0, "params": sum(parameter.numel() for parameter in net.parameters()), "samples": samples} | costs
-    kind = {"lower_is_better": isinstance(metric, LowerIsBetter), "is_loss": getattr(metric, "is_loss", False)}
-    return Row(name, accuracy=accuracy, own_metric=metric is not None, **known, **kind)
 
 
 def compare(
@@ -67,10 +59,13 @@ def compare(
     runtime: Runtime = Runtime(),
 ) -> tuple[Row, ...]:
     """Test all networks, and time them on one batch."""
-    times, rows = milliseconds(list(nets.values()), example), list[Row]()
+    times, rows, metric = milliseconds(list(nets.values()), example), list[Row](), task.metric
+    word = ACCURACY if metric is None else "loss" if getattr(metric, "is_loss", False) else "metric"
+    kind: dict[str, Any] = {"score": word, "lower_is_better": isinstance(metric, LowerIsBetter)}
     for (name, net), ms in zip(nets.items(), times, strict=True):
-        costs = {"macs": graph.macs(widths.get(name, graph.full)), "ms": ms, "batch": size_of((example,))}
-        rows.append(make_row(name, net, val_loader, task.metric, **costs))
+        accuracy, samples = evaluate_counted(net, val_loader, metric)
+        macs, params = graph.macs(widths.get(name, graph.full)), sum(it.numel() for it in net.parameters())
+        rows.append(Row(name, macs, params, accuracy, ms, size_of((example,)), samples, **kind))
         runtime.emit("test", len(nets), rows[-1])
     return tuple(rows)
 
@@ -91,7 +86,7 @@ def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) 
 
 def score(row: Row, unit: str = "%") -> str:
     """The accuracy in percent, or the metric with four digits."""
-    return f"{row.accuracy:.4g}" if row.own_metric else f"{100 * row.accuracy:.2f}{unit}"
+    return f"{100 * row.accuracy:.2f}{unit}" if row.score == ACCURACY else f"{row.accuracy:.4g}"
 
 
 def against(row: Row, other: Row) -> str:
@@ -104,7 +99,7 @@ def against(row: Row, other: Row) -> str:
     if row.lower_is_better:  # with a sign an error that grew would look like a gain
         word = "better" if difference < 0 else "worse"
         return f"{abs(difference):.4g} {word} than {other.name}" if difference else f"as good as {other.name}"
-    if row.own_metric:
+    if row.score != ACCURACY:
         return f"{difference:+.4g} against {other.name}"
     errors = [error for it in (row, other) if (error := error_of(it)) is not None]
     sure = f" \N{PLUS-MINUS SIGN} {100 * math.hypot(*errors):.2f}" if len(errors) == 2 else ""
@@ -113,9 +108,8 @@ def against(row: Row, other: Row) -> str:
 
 def score_name(rows: Sequence[Row]) -> str:
     """What the column is called."""
-    if any(row.lower_is_better for row in rows):
-        return f"{'loss' if rows[0].is_loss else 'metric'} (lower is better)"
-    return "metric" if any(row.own_metric for row in rows) else "accuracy"
+    word = rows[0].score if rows else ACCURACY
+    return f"{word} (lower is better)" if any(row.lower_is_better for row in rows) else word
 
 
 def results_table(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> str:
@@ -139,7 +133,7 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     if rows[0].samples:
         points = 100 * max(error_of(row) or 0.0 for row in results)
         sure = f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
-        found.append(f"{rows[0].samples:,} test samples{'' if rows[0].own_metric else sure}")
+        found.append(f"{rows[0].samples:,} test samples{sure if rows[0].score == ACCURACY else ''}")
     return found
 
 
@@ -165,7 +159,7 @@ def standard_error(share: float, count: int) -> float:
 
 def error_of(row: Row) -> float | None:
     """Standard error of an accuracy; None if the samples were not counted, or the metric is the user's own."""
-    return None if row.own_metric or not row.samples else standard_error(row.accuracy, row.samples)
+    return standard_error(row.accuracy, row.samples) if row.score == ACCURACY and row.samples else None
 
 
 def divergence(name: str, losses: Sequence[float]) -> str:

@@ -17,7 +17,7 @@ from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
 from dmcp.losses import Metric, classification_loss, distillation_loss, warn
 from dmcp.modules import narrow, tensors_in, unwrap
-from dmcp.results import DMCP, ORIGINAL, TEACHER, UNPRUNED, divergence
+from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence
 from dmcp.runtime.distributed import current, share_tensors
 from dmcp.runtime.engine import pads
 from dmcp.settings import Engine, Retrain, TrainConfig
@@ -153,7 +153,7 @@ class _Pair(nn.Module):
 # teachers
 
 
-def origin(how: Retraining, teacher: str, name: str = DMCP, earlier: str = "the weights of the search") -> str:
+def origin(how: Retraining, teacher: str, name: str, earlier: str) -> str:
     """Where the weights of a network come from, for readers of its table; no teacher: an empty text."""
     if how.kind is Retrain.NONE:
         return f"{name}: {earlier}, calibrated and not trained"

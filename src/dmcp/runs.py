@@ -28,8 +28,9 @@ from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult, expected_shares
 from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
-from dmcp.results import Row, divergence, error_of, pruned, results_table
+from dmcp.results import ACCURACY, Row, divergence, error_of, pruned, results_table
 from dmcp.runtime import io
+from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
 from dmcp.searching.config import SearchRecord, SearchResult
 from dmcp.storage import SETTINGS as SETTINGS
@@ -111,8 +112,8 @@ class Run:
         refuse_link(self.folder / CHECKPOINTS)
         return Checkpointer(self.folder / CHECKPOINTS, identity, lines=self.lines, earlier=self.records, **when)
 
-    def rewind(self) -> None:
-        """Cut the log back to the last checkpoint; stages after the first unfinished one begin anew."""
+    def rewind(self, checkpointer: Checkpointer) -> None:
+        """Cut the log back to the last checkpoint, once all are checked; stages after an unfinished one begin anew."""
         for path in self.folder.iterdir():  # figures, too, are written again
             refuse_link(path)
         path = self.folder / CHECKPOINTS
@@ -120,6 +121,8 @@ class Run:
         loaded = [(checkpoint.facts, stage) for stage in stages if (checkpoint := load_checkpoint(stage)) is not None]
         if not all(type(facts.get("lines")) is int for facts, _ in loaded):
             raise FileError(f"{path}: these are not the checkpoints of a run: remove them to start from the beginning.")
+        for facts, stage in loaded:
+            checkpointer.stage(stage.name).check(facts, current())
         loaded.sort(key=lambda it: int(it[0]["lines"]))
         kept, going_on = 0, True
         for facts, stage in loaded:
@@ -173,7 +176,7 @@ class Run:
             if own.search:
                 save_search(own.search, run.folder)
             warnings += [f"{name}: {text}" for text in run.finish(own, notes)]
-        if not result.rows[0].own_metric:  # the axis has shares
+        if result.rows[0].score == ACCURACY:  # the axis has shares
             points = []
             for row in result.rows:
                 name, _, budget = row.name.rpartition(" ")
@@ -465,6 +468,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_widths(path: Path, graph: ChannelGraph) -> Widths:
+    """The widths of a file, which must be those of this network."""
+    return graph.widths(Widths.from_json(read_json(path)))
+
+
 def value_at(data: Any, *keys: str) -> Any:
     """The value at a path of keys, or None."""
     for key in keys:
@@ -495,7 +503,7 @@ def _record(kind: Any, data: dict[str, Any]) -> Any:
         return None
     for name, value in vars(record).items():
         numbers = value if isinstance(value, tuple) else (value,)
-        free = name == "accuracy" and record.own_metric
+        free = name == "accuracy" and record.score != ACCURACY
         if not free and any(isinstance(it, int | float) and not abs(it) < _MAX_NUMBER for it in numbers):
             return None
     return record

@@ -166,9 +166,7 @@ class SearchConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.warmup_epochs == self.epochs:
-            raise TrainingError(
-                f"A warm-up of {self.warmup:.0%} leaves none of {self.epochs} epochs for the alphas: lower warmup."
-            )
+            raise TrainingError(f"warmup={self.warmup:g} leaves the alphas none of {self.epochs} epochs: lower it.")
 
     @property
     def warmup_epochs(self) -> int:

@@ -34,9 +34,7 @@ class Supernet(nn.Module):
             raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
         gated = {fold.tensor for fold in (*graph.hard_folds, *graph.soft_folds)}
         if any(recording.recomputes or recording.keeps & gated for recording in graph.recordings):
-            raise WidthsError(
-                "Layers computed again in the backward pass, or whose weights are kept, lose gates: end that."
-            )
+            raise WidthsError("Layers computed again in backward, or whose weights are kept, lose gates: end that.")
         self.model = narrow(model, {}, {})
         self.graph = graph
         spaces = [space.size for space in graph.spaces]

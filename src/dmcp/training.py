@@ -13,43 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dmcp import losses
 from dmcp.batches import Loader, check_parts, check_yields, device_of, input_of, length_of, on_device, size_of, widest
 from dmcp.calibration import Forward
 from dmcp.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError
-from dmcp.losses import (
-    Loss,
-    Metric,
-    check_metric,
-    classification_loss,
-    distillation_loss,
-    loss_of,
-    mean,
-    measure,
-    top1,
-    whole_of,
-)
+from dmcp.losses import Loss, Metric, check_metric, classification_loss, distillation_loss, loss_of, top1
 from dmcp.modules import call_model, check_module, kept_modes, tensors_in
 from dmcp.progress import Update, each, overdue, phase, shown
-from dmcp.runtime.distributed import (
-    SINGLE_PROCESS,
-    World,
-    current,
-    mean_gradients,
-    mean_values,
-    share_tensors,
-    sum_values,
-)
-from dmcp.runtime.engine import (
-    MakeOptimizer,
-    ResolvedEngine,
-    check_graphs,
-    make_optimizer,
-    rate_shares,
-    set_lr,
-    sgd,
-    suits_kernels,
-)
+from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
+from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, make_optimizer, rate_shares, set_lr, sgd, suits_kernels
 from dmcp.settings import Engine, TrainConfig
 
 TRAIN = "train"  # the stage of a training by itself
@@ -98,7 +71,8 @@ class Runtime:
 
     def resolve(self, model: nn.Module, task: Task, steps: int, large: bool) -> ResolvedEngine:
         """The engine for so many steps of a model."""
-        check_graphs(self.engine, task.optimizer)
+        if task.optimizer is not None and self.engine is not None and self.engine.graphs:  # they replay its first rate
+            raise TrainingError("Steps with an optimizer of your own cannot be CUDA graphs: leave graphs out.")
         return (self.engine or Engine()).resolve(
             device_of(model),
             steps=steps,
@@ -203,7 +177,7 @@ def train(
         optimizer = make_optimizer(task.optimizer or usual, parameter_groups(model, config.weight_decay))
         shares = rate_shares(optimizer)
         loss = task.loss or classification_loss(config.label_smoothing)
-        run_step = resolved.repeated(make_step(model, optimizer, loss, teacher, config, resolved, world))
+        run_step = resolved.repeated(make_step(model, optimizer, loss, teacher, config, resolved))
         data = ResumableIterator(loader, resolved, world)
         steps = config.epochs * data.per_epoch
         own = lambda: dict(model.named_buffers())  # noqa: E731
@@ -238,7 +212,6 @@ def make_step(
     teacher: nn.Module | None,
     config: TrainConfig,
     resolved: ResolvedEngine,
-    world: World = SINGLE_PROCESS,
 ) -> Callable[[Any], Tensor]:
     """What one training step does: batch -> loss; with a teacher, (1 - kd_weight) of it is the task's."""
     forward = resolved.compiled(lambda x: call_model(model, x))
@@ -255,7 +228,7 @@ def make_step(
                 distilled = distillation_loss(output, target, config.kd_temperature)
                 value = (1 - config.kd_weight) * value + config.kd_weight * distilled
         torch.autograd.backward(value)
-        mean_gradients(model.parameters(), size_of(batch), world)
+        mean_gradients(model.parameters(), size_of(batch), current())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return value.detach()
@@ -265,9 +238,9 @@ def make_step(
 
 def _read(waiting: list[tuple[Tensor, int, dict[str, Any]]], world: World) -> list[StepRecord]:
     """Losses and what is known of their steps as records, means over all ranks; waits for the device."""
-    losses = torch.stack([loss.to(widest(loss.device)) for loss, _, _ in waiting])
-    samples = losses.new_tensor([samples for _, samples, _ in waiting])
-    values = mean_values(losses, samples, world).tolist()
+    seen = torch.stack([loss.to(widest(loss.device)) for loss, _, _ in waiting])
+    samples = seen.new_tensor([samples for _, samples, _ in waiting])
+    values = mean_values(seen, samples, world).tolist()
     return [StepRecord(loss=value, **facts) for (_, _, facts), value in zip(waiting, values, strict=True)]
 
 
@@ -298,8 +271,8 @@ class Log:
             return
         read, self.waiting = self.read(self.waiting), []
         for record in read:
-            for where, losses in record.losses.items():
-                for loss in losses:
+            for where, found in record.losses.items():
+                for loss in found:
                     if not math.isfinite(loss):
                         self._stop(f"the loss is {loss}{where}", record, read[0])
         if not torch.stack([weight.detach().isfinite().all() for weight in self.net.parameters()]).all():
@@ -366,9 +339,8 @@ def evaluate_counted(
     check_module(model)
     check_yields(loader)
     world, device = current(), device_of(model)
-    check_metric(metric, world)
     run = forward or (lambda x: call_model(model, x))
-    whole, seen = None if metric is None else whole_of(metric), 0
+    whole, seen = check_metric(metric, world), 0
     if whole is not None:
         check_parts(loader, world)
 
@@ -382,9 +354,9 @@ def evaluate_counted(
     with kept_modes(model), torch.no_grad():
         model.eval()
         if whole is not None:
-            value, answers = measure(whole, pairs(), world), 0.0
+            value, answers = losses.measure(whole, pairs(), world), 0.0
         else:
             assert metric is None or callable(metric)
-            value, answers = mean(metric or top1, pairs(), device, world)
+            value, answers = losses.mean(metric or top1, pairs(), device, world)
     samples = int(sum_values(torch.tensor(seen), world))
     return value, samples if metric is not None or samples == answers else 0

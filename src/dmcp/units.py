@@ -34,7 +34,7 @@ def by(sizes: Sequence[int]) -> str:
 
 
 def spread(shares: Sequence[float], sign: str = "") -> str:
-    """Mean ± standard deviation (how many) in percent; empty for none."""
+    """Mean ± standard deviation (how many) in percent; empty for none. sign: "+z" for differences, which have one."""
     if not shares:
         return ""
     deviation = f" ± {100 * statistics.stdev(shares):.2f}" if len(shares) > 1 else ""
@@ -44,11 +44,6 @@ def spread(shares: Sequence[float], sign: str = "") -> str:
 def between(low: str, high: str) -> str:
     """A range, or the one value."""
     return low if low == high else f"{low}–{high}"
-
-
-def points(differences: Sequence[float]) -> str:
-    """Mean ± standard deviation (how many) of differences between shares, in percentage points with their sign."""
-    return spread(differences, sign="+z")
 
 
 def show_ms(ms: float) -> str:

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def compare_run(settings: Path, folder: Path) -> None:
     place = {"resume": str(folder)} if runner.is_begun(folder) else {"out": str(folder)}
     request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
     try:
-        with session.session(config, request, lambda job: replace(job, config=it.config)) as here:
+        with session.session(config, request, lambda job: replace(job, config=it.with_search(job))) as here:
             runner.OneRun(it, here.job, Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
@@ -97,7 +97,7 @@ def _comparison(config: RunConfig, request: Request, job: Job) -> runner.Compari
         protocol=runner.Protocol(
             config=replace(config, seed=0, search=None, train=train),
             facts=job.identity,
-            bounds=runner.Bounds(**{it.name: getattr(config.search, it.name) for it in fields(runner.Bounds)}),
+            bounds={name: getattr(config.search, name) for name in runner.BOUNDS},
             finetune_epochs=max(1, 2 * epochs // 3) if tuned is None else tuned,
             scratch=more["scratch"] is not False,
         ),

@@ -17,25 +17,7 @@ import typer
 
 from dmcp import settings
 from dmcp.errors import DmcpError, FileError, TrainingError
-from dmcp.settings import (
-    AUTO,
-    MAX_SEED,
-    UNPRUNED,
-    Bound,
-    Corrupt,
-    Engine,
-    Init,
-    Retrain,
-    RuntimeKind,
-    SearchConfig,
-    TrainConfig,
-    default_batch,
-    default_search,
-    default_training,
-    defaults,
-    middle,
-    setting,
-)
+from dmcp.settings import AUTO, Bound, Corrupt, Engine, Init, Retrain, RuntimeKind, SearchConfig, TrainConfig, setting
 
 GIVEN = "given"  # the teacher that is the network of --weights
 
@@ -60,7 +42,7 @@ class RunConfig:
     workers: int | None = setting(None, "Threads that read image files; default: as many as there are cores.", 1, 1024)
     corrupt: Corrupt = setting(Corrupt.STOP, "Image files that cannot be read: stop, or skip them and say which.")
     device: str = setting("", "cpu or cuda; default: a GPU if there is one.")
-    seed: int = setting(0, "Of everything random.", 0, MAX_SEED)
+    seed: int = setting(0, "Of everything random.", 0, settings.MAX_SEED)
     latency: str = setting("", "For budgets of latency: file of dmcp latency; default: measured before the search.")
     latency_batch: int = setting(1, "Samples in a pass that is timed.", 1)
     latency_device: str = setting("", "Where it is timed: cpu or cuda; default: --device, or the CPU for onnx.")
@@ -187,7 +169,7 @@ def make_config(request: Request) -> RunConfig:
             raise DmcpError(f"--{name} is missing: dmcp {request.command} --help says what it can be.")
     if config.teacher == GIVEN and not config.weights:
         raise DmcpError("--teacher given is the network of --weights, which are missing: give them.")
-    if config.teacher_model and config.teacher in ("", AUTO, GIVEN, UNPRUNED):
+    if config.teacher_model and config.teacher in ("", AUTO, GIVEN, settings.UNPRUNED):
         raise DmcpError("--teacher-model needs a file of its weights: name it with --teacher.")
     return config
 
@@ -198,9 +180,9 @@ def settle(
     """The settings that nobody typed, for so many training images and this network; and the reasons, by option."""
     if config.recipe:
         return config, {}
-    batch, reason = default_batch(images, macs)
+    batch, reason = settings.default_batch(images, macs)
     batch = typed.get("batch", batch)
-    usual = defaults("50%", config.retrain, trained=trained, images=images, batch=batch)
+    usual = settings.defaults("50%", config.retrain, trained=trained, images=images, batch=batch)
     searches, trains = config.search and config.method == "dmcp", config.retrain is not Retrain.NONE
     known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr", "weight_decay"))}
     why = {"batch": (batch, reason), **usual.why}
@@ -226,8 +208,8 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
         command=command,
         retrain=retrain,
         teacher=AUTO if command == "prune" and retrain in (Retrain.FINETUNE, Retrain.SCRATCH) else "",
-        search=default_search("50%", trained) if command != "train" else None,
-        train=default_training(retrain, trained),
+        search=settings.default_search("50%", trained) if command != "train" else None,
+        train=settings.default_training(retrain, trained),
     )
 
 
@@ -241,7 +223,7 @@ def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
             value = ""
         elif name == "budget" and isinstance(value, list):
             changes.setdefault("", {})["budgets"] = tuple(value) if len(value) > 1 else ()
-            value = middle(value)
+            value = settings.middle(value)
         for part, place in _places(name):
             changes.setdefault(part, {})[place] = tuple(value) if isinstance(value, list) else value
     if "search_lr" in typed:

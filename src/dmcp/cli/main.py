@@ -313,6 +313,7 @@ def data(
 def latency(
     model: Annotated[str, typer.Option(help=_help("model"), autocompletion=complete_model)],
     out: Annotated[str, typer.Option(help="File of the table, for dmcp prune --latency; default: only printed.")] = "",
+    data: Annotated[str, typer.Option(help="Data of the run that it is for, which say --input and --classes.")] = "",
     input: Input = "",
     classes: Annotated[int | None, typer.Option(min=1, help="Of the data; default: the builder's.")] = None,
     model_args: ModelArgs = None,
@@ -329,10 +330,10 @@ def latency(
     \b
     Examples:
       dmcp latency --model digits:resnet --out latency.json
-      dmcp latency --model resnet18 --input 3x160x160 --classes 20 --runtime onnx
+      dmcp latency --model resnet18 --data ~/photos --runtime onnx
     """
     args, kept = tuple(model_args or ()), tuple(ignore or ())
-    what = RunConfig(model=model, model_args=args, ignore=kept, input=input, device=device)
+    what = RunConfig(model=model, model_args=args, ignore=kept, data=data, input=input, device=device)
     where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
     how = LatencyConfig(batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks)
     _late("show").latency(what, classes, how, out, as_json)
@@ -401,6 +402,8 @@ def compare(request: Request) -> None:
       dmcp compare --model digits:resnet --data digits --methods uniform,mymodule:mine
       dmcp compare --gather runs/table
     """
+    if is_launched():
+        raise DmcpError("dmcp compare starts a process for each run by itself: leave torchrun out.")
     config = None if request.more["gather"] else make_config(request)
     if config is None:
         _late("compare").gather(Path(request.more["gather"]), request.as_json)

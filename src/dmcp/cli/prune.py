@@ -23,7 +23,7 @@ from dmcp import progress, pruning
 from dmcp.batches import core_count, device_of, generator
 from dmcp.budget import Budget, costs, limits_latency, show_cost
 from dmcp.cli import session
-from dmcp.cli.config import GIVEN, Request, RunConfig, make_config
+from dmcp.cli.config import Request, RunConfig, make_config
 from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, log, print_json, result_facts
 from dmcp.cutting import cut
 from dmcp.errors import DmcpError
@@ -31,7 +31,7 @@ from dmcp.exporting import wait
 from dmcp.latency import LATENCY_FILE, Latency, attach_latency
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
-from dmcp.runs import REPORT, Run, is_run, read_json, read_run
+from dmcp.runs import REPORT, Run, is_run, read_run, read_widths
 from dmcp.runtime.io import plain
 from dmcp.searching.search import SEARCH
 from dmcp.searching.search import search as run_search
@@ -41,7 +41,6 @@ from dmcp.supernet import Supernet
 from dmcp.training import Runtime, Task
 from dmcp.training import train as run_training
 from dmcp.units import between, clock, spread, table
-from dmcp.widths import Widths
 
 COMMAND = (sys.executable, "-m", "dmcp")
 _ON_A_GPU = 8  # processes at once, unless told
@@ -104,7 +103,7 @@ def train(config: RunConfig, request: Request) -> None:
     name = DMCP if config.widths else UNPRUNED
     with session.session(config, request) as here:
         job, graph, config = here.job, here.job.graph, here.job.config
-        kept, loader = _read_widths(config, job), job.loaders.train or job.loaders.search
+        kept, loader = read_widths(Path(config.widths), graph) if config.widths else graph.full, job.loaders.final
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         other = None if job.teacher is job.model else job.teacher
         before = trained_before(job.model, own and not job.new_head, other)
@@ -135,13 +134,6 @@ def train(config: RunConfig, request: Request) -> None:
 
 def _teacher(config: RunConfig, job: Job) -> nn.Module | str | None:
     return config.teacher if config.teacher in (AUTO, UNPRUNED) else job.teacher
-
-
-def _read_widths(config: RunConfig, job: Job) -> Widths:
-    """The widths to train, checked against the network; all of it where no file was given."""
-    if not config.widths:
-        return job.graph.full
-    return job.graph.widths(Widths.from_json(read_json(Path(config.widths))))
 
 
 # processes side by side
@@ -385,9 +377,7 @@ def loader_pace(loader: Any, place: torch.device) -> tuple[float, str]:
         wait(place)
         times.append(time.perf_counter())
     times = times[(len(times) - 1) // 2 :]  # the first ones were made ahead
-    more = (
-        "it needs more cores" if loader.store else "scale the files down, until they fit into a quarter of the memory"
-    )
+    more = "it needs more cores" if loader.store else "scale the files down until a quarter of the memory holds them"
     return (times[-1] - times[0]) / max(1, len(times) - 1), f"--workers {cores}" if loader.workers < cores else more
 
 
@@ -413,22 +403,17 @@ def forecast(job: Job, budgets: Mapping[str, Budget]) -> list[Stage]:
     few, short = replace(train, epochs=1, warmup_epochs=0), replace(search, epochs=1, warmup=0, accumulate=1)
     net = Supernet(job.model, graph, search.groups, search.align)
     full = seconds_of(lambda some: run_training(cut(job.model, graph, graph.full), some, few, runtime=silent))
-    stages = []
-    if config.method == DMCP:  # how long other methods choose is not measured
-        both = seconds_of(lambda some: run_search(copy.deepcopy(net), some, short, runtime=silent))
-        steps = -(-len(loader) // search.accumulate) * search.epochs
-        without_alphas = steps * search.warmup_epochs / search.epochs * min(both, full / 2)
-        stages.append(Stage(SEARCH, steps, search.accumulate * (steps * both - without_alphas)))
-    if config.retrain is Retrain.NONE:
-        return stages
-    steps = len(job.loaders.train or loader) * train.epochs
-    teacher = (GIVEN if config.weights else UNPRUNED) if config.teacher == AUTO else config.teacher
-    learning = full if config.retrain is Retrain.SLIMMABLE else full / 3 if teacher else 0.0  # the teacher's forward
-    if config.baselines or teacher == UNPRUNED:
-        stages.append(Stage(UNPRUNED, steps, steps * (full + (0.0 if teacher == UNPRUNED else learning))))
-    for name, budget in budgets.items():
-        share = next((it.target / graph.macs() for it in budget.limits if it.kind == "macs"), 0.5)
-        for row in dict.fromkeys([UNIFORM, config.method] if config.baselines else [config.method]):
-            row = f"{row} {name}" if config.budgets else row
-            stages.append(Stage(row, steps, steps * (share * full + learning)))
+    teacher, stages = _teacher(config, job), list[Stage]()
+    if teacher == AUTO:
+        teaches = config.retrain in (Retrain.FINETUNE, Retrain.SCRATCH)
+        teacher = (job.model if config.weights else UNPRUNED) if teaches else None
+    how, rows = Retraining(train, config.retrain, teacher), {UNPRUNED, UNIFORM} if config.baselines else set[str]()
+    parts = (rows - {config.method}, config.method, search, how, job.loaders, Task(), silent, None)
+    for row in [*pruning.Work(job.model, graph, budgets, *parts).phases(job.test)][:-1]:  # without the tests
+        seconds = row.steps * row.work * full
+        if row.name == SEARCH:  # how long other methods choose is not measured
+            both = seconds_of(lambda some: run_search(copy.deepcopy(net), some, short, runtime=silent))
+            without_alphas = row.steps * search.warmup_epochs / search.epochs * min(both, full / 2)
+            seconds = search.accumulate * (row.steps * both - without_alphas)
+        stages.append(Stage(row.name, row.steps, seconds))
     return stages

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from dmcp import __version__, models, progress
 from dmcp.batches import FewBatches, Loader, device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
-from dmcp.checkpoint import digest
+from dmcp.checkpoint import Checkpointer, digest
 from dmcp.cli.config import GIVEN, Request, RunConfig, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
-from dmcp.data.datasets import DataSet, DataSets, FolderSet, load, no_images, preprocessing, some_sizes, split
+from dmcp.data.datasets import ArraySet, DataSet, DataSets, FolderSet, load, no_images, preprocessing, some_sizes, split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, device_name
@@ -61,6 +61,7 @@ _LARGEST = 256  # side of images whose size is the input of an own network, unle
 _ENLARGED = 1.5  # times by which images may grow without a word
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+Shape = tuple[int, ...]
 Replaced = Mapping[str, list[str]]  # train and test: image files that could not be read, and were replaced by others
 
 
@@ -116,13 +117,9 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     place = place_of(config)
     data = load(config.data)
     fresh = build(config, data.classes)
-    found, reasons = None, dict[str, str]()
-    if isinstance(data.train, FolderSet) and not config.input:
-        sizes = some_sizes(data.train)
-        found, chosen = sizes[(len(sizes) - 1) // 2] if sizes else None, _sample_shape(config, fresh, sizes)
-        why = "the size of the images" if chosen[1:] == found else "the network's own, or usual"
-        config, reasons["input"] = replace(config, input=by(chosen)), f"{by(chosen)}: {why}"
-    data = sized(data, config.data, config.input)
+    sample, why, found = sample_shape(config, fresh, data)
+    config, reasons = (replace(config, input=by(sample)), {"input": f"{by(sample)}: {why}"}) if why else (config, {})
+    data = sized(data, config.data, sample)
     check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if found else "")
     model, new_head, notes = fresh, False, list[str]()
     if config.weights:
@@ -155,11 +152,21 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     )
 
 
-def _sample_shape(config: RunConfig, model: nn.Module, sizes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Shape of image files of about these sizes for the network: what it states, their one size, or the usual one."""
+def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = None) -> tuple[Shape, str, Shape]:
+    """Shape of a sample; of one that is chosen here, why, and height and width of the image files, if there are any.
+
+    Of image files: what the network states, their one size, or the usual one.
+    """
+    if config.input:
+        return shape(config.input), "", ()
+    if isinstance(files := data and data.train, ArraySet):
+        return files.shape, "", ()
+    sizes = some_sizes(files) if files else []
     common = len({*sizes}) == 1 and max(sizes[0]) <= _LARGEST and not models.of_library(config.model)
     shapes = [models.sample_shape(model, (channels, *sizes[0])) for channels in (3, 1)] if common else []
-    return next((it for it in shapes if classes_of(model, torch.zeros(2, *it))), models.sample_shape(model))
+    chosen = next((it for it in shapes if classes_of(model, torch.zeros(2, *it))), models.sample_shape(model))
+    found = sizes[(len(sizes) - 1) // 2] if sizes else ()
+    return chosen, "the size of the images" if chosen[1:] == found else "the network's own, or usual", found
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -185,7 +192,7 @@ def build(config: RunConfig, classes: int | None) -> nn.Module:
     return model
 
 
-def trace_job(config: RunConfig, model: nn.Module, sample: tuple[int, ...]) -> ChannelGraph:
+def trace_job(config: RunConfig, model: nn.Module, sample: Shape) -> ChannelGraph:
     """The graph of the network for samples of this shape."""
     with phase("trace", 1) as done:
         graph = trace(model, torch.zeros(2, *sample), ignore=config.ignore, exact=not config.inexact)
@@ -264,18 +271,17 @@ def _is_table(found: Any) -> bool:
 # the data
 
 
-def shape(text: str) -> tuple[int, ...]:
+def shape(text: str) -> Shape:
     """3x224x224 as numbers."""
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,3}", text):
         raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
     return tuple(map(int, text.split("x")))
 
 
-def sized(data: DataSets, name: str, text: str) -> DataSets:
-    """Files are cropped to what is asked for (text, as typed); arrays are what they are."""
-    wanted = shape(text) if text else ()
+def sized(data: DataSets, name: str, wanted: Shape) -> DataSets:
+    """Files are cropped to this shape; arrays are what they are."""
     if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
-        if text and wanted != data.shape:
+        if wanted != data.shape:
             raise DataError(f"--input: the images of {name} are {by(data.shape)}: leave it out.")
         return data
     if len(wanted) != 3 or wanted[0] not in (1, 3):
@@ -365,27 +371,28 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
             if resume:
                 check_data_is_here(folder, config)
             job = open_checked(config, None if resume or config.command == "compare" else request.typed)
-            config = job.config
             if world.first and not resume:
                 refuse_taken(folder)  # before anything is measured
             job = check(job)
+            config = job.config
             asked = undo.enter_context(_signals())  # until here there is nothing to save
             folder = Path(gather(str(folder), world)[0])
             run, listeners = Run(folder), list[Callable[[Event], None]]()
-            if world.first:
-                undo.enter_context(_taken(run, job, resume))
-                listeners.append(run.on_event)
-            if world.first and config.track:
-                kinds = [it.kind for it in parse(config.search.budget, job.graph).limits] if config.search else []
-                tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
-                listeners.append(tracker.on_event)
-            begun, same = True, replace(config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
+            same = replace(config, workers=None, corrupt=Corrupt.STOP, track=())  # they change no result
             checkpointer = run.checkpointer(
                 {"config": same.to_json()} | job.identity,
                 every_steps=config.save_steps,
                 every_seconds=60 * config.save_minutes,
                 stop_requested=asked,
             )
+            if world.first:
+                undo.enter_context(_taken(run, job, checkpointer if resume else None))
+                listeners.append(run.on_event)
+            if world.first and config.track:
+                kinds = [it.kind for it in parse(config.search.budget, job.graph).limits] if config.search else []
+                tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
+                listeners.append(tracker.on_event)
+            begun = True
 
             def on_event(event: Event) -> None:
                 for listen in listeners:
@@ -434,7 +441,7 @@ def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> J
 
 
 @contextlib.contextmanager
-def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
+def _taken(run: Run, job: Job, resume: Checkpointer | None) -> Iterator[None]:
     """Hold the folder of a run that goes on, or a new one, which is removed if the run fails before its first step."""
     run.folder.mkdir(parents=True, exist_ok=True)
     with Lock(run.folder):
@@ -442,7 +449,7 @@ def _taken(run: Run, job: Job, resume: bool) -> Iterator[None]:
             run.close()  # if it was killed just before
             raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
         if resume:
-            run.rewind()
+            run.rewind(resume)
             stored = read_json(run.folder / SETTINGS)
             run.write(SETTINGS, stored | {STARTS: stored.get(STARTS, {}) | _start(run, job)})
         else:
@@ -482,7 +489,7 @@ def _start(run: Run, job: Job) -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,  # which also names its CUDA
-        **{name: version(name) for name in ("torchvision", "numpy")},
+        **{name: it.version for name in ("torchvision", "numpy") for it in distributions(name=name)},
         "device": device_name(str(device_of(job.model))),
         "threads": torch.get_num_threads(),
         "processes": current().size,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dmcp import exporting, models, progress, sampling
+from dmcp import exporting, progress, sampling
 from dmcp.batches import Loader, generator
 from dmcp.budget import check_reachable, parse
 from dmcp.cli import session
@@ -29,7 +29,7 @@ from dmcp.latency import measure_latency
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import compare, results_table, score
-from dmcp.runs import EXPORTED, INPUT, SEARCH, Run, list_runs, load_search, read_json, read_run, read_runs
+from dmcp.runs import EXPORTED, INPUT, SEARCH, Run, list_runs, load_search, read_json, read_run, read_runs, read_widths
 from dmcp.runtime.io import plain
 from dmcp.searching.config import extremes
 from dmcp.settings import LatencyConfig
@@ -38,7 +38,6 @@ from dmcp.tracing.cost import show_bytes
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training import evaluate as accuracy_of
 from dmcp.units import by, counted, table
-from dmcp.widths import Widths
 
 _BATCH = 64  # of images whose ranges and accuracy 8 bits need
 _LISTED = 20  # lines of each list about data
@@ -65,7 +64,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def inspect(config: RunConfig, as_json: bool) -> None:
     net = build(config, None)
-    sample = session.shape(config.input) if config.input else models.sample_shape(net)
+    sample, *_ = session.sample_shape(config, net)
     graph = trace_job(config, net, sample)
     if as_json:
         print_json({"model": config.model} | graph.to_json())
@@ -96,8 +95,9 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
         raise FileError(f"--out: {out} is a folder: name a file.")
     with tempfile.TemporaryFile(dir=Path(out).parent if out else None):
         pass  # what cannot be written is refused before anything is measured
-    net = build(config, classes)
-    sample = session.shape(config.input) if config.input else models.sample_shape(net)
+    data = load_data(config.data) if config.data else None
+    net = build(config, data.classes if data else classes)
+    sample, *_ = session.sample_shape(config, net, data)
     graph, net = trace_job(config, net, sample), net.to(session.place_of(config))
     example = torch.randn(1, *sample, generator=generator(0))
     found = measure_latency(net, example, graph, how)
@@ -116,7 +116,7 @@ def data(name: str, quiet: bool, as_json: bool) -> None:
     loaded = load_data(name, strict=False)
     count = len(loaded.train) + len(loaded.test)
     with progress.showing(False if quiet or as_json else None, lines=True), progress.phase("files", count) as read:
-        facts = check_data(loaded, None, read)
+        facts = check_data(loaded, read)
     if as_json:
         print_json({"data": name} | facts)
     else:
@@ -221,12 +221,12 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
     session.check_data_is_here(run, config)
     job = session.open_job(config)
     small = load(run, job.fresh)
-    kept = {run.name: job.graph.widths(Widths.from_json(read_json(run / WIDTHS)))}
+    kept = {run.name: read_widths(run / WIDTHS, job.graph)}
     with progress.showing(False if as_json else None):
         rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
     log(*session.describe_replaced(job.replaced))
     row, recorded = rows[0], read_run(run, _TAIL).result if same_data else None
-    if recorded and (recorded.samples, recorded.params, recorded.own_metric) != (row.samples, row.params, False):
+    if recorded and (recorded.samples, recorded.params, recorded.score) != (row.samples, row.params, row.score):
         recorded = None
     if recorded and abs(row.accuracy - recorded.accuracy) > max(_ROUNDING, 1.5 / row.samples):  # more than an image
         log(f"The run recorded {score(recorded)}: code, data or weights are not those of the run.")
@@ -249,7 +249,7 @@ def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None
     if int8:
         session.check_data_is_here(run, config)
         ranges, test = _images(config)
-    small, widths = load(run, fresh), graph.widths(Widths.from_json(read_json(run / WIDTHS)))
+    small, widths = load(run, fresh), read_widths(run / WIDTHS, graph)
     how, example = read_json(run / INPUT), torch.zeros(1, *shape)
     shown = progress.showing(False if quiet or as_json else None, lines=True)
     with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", 2 + int8) as done:

@@ -101,7 +101,5 @@ def _scales(model: nn.Module, problem: Problem) -> list[list[Place]]:
     """Of each space, the scales over its channels."""
     found = [scaled(model, problem.graph, space) for space in problem.graph.spaces]
     if missing := [space.name for space, places in zip(problem.graph.spaces, found, strict=True) if not places]:
-        raise TrainingError(
-            f"Slimming needs BatchNorms over all channels: give ignore={missing}, or use another method, such as l1."
-        )
+        raise TrainingError(f"Slimming needs BatchNorms over all channels: give ignore={missing}, or another method.")
     return found

@@ -18,7 +18,7 @@ from torch import Tensor
 from dmcp import sampling
 from dmcp.batches import generator, input_of, size_of
 from dmcp.budget import Budget, check_reachable
-from dmcp.compare import magnitude
+from dmcp.compare.magnitude import L1Config, SlimmingConfig, find_l1, find_slimming, prepare_slimming
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.exporting import blaming
@@ -79,13 +79,9 @@ class DmcpConfig(Settings):
 def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
     """Search the alphas, then take the expected widths."""
     loader = problem.loader
-    known: dict[str, Any] = {"budget": problem.budget, "align": problem.align, "seed": problem.seed}
+    known = problem.bounds | {"budget": problem.budget, "seed": problem.seed}
     settings = config.search_config(problem.recipe, samples_of(loader) // len(loader), **known)
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
-    if net.min_widths != problem.min_widths and not settings.min_channels:  # other groups than those of the comparison
-        settings = replace(settings, min_channels=dict(problem.min_widths))
-    if problem.max_widths and not settings.max_channels:
-        settings = replace(settings, max_channels=dict(problem.max_widths))
     arch_loader = problem.held_out if config.hold_out else None
     runtime = problem.runtime.stage(SEARCH)
     found = search(net, loader, settings, arch_loader=arch_loader, task=problem.task, runtime=runtime)
@@ -118,10 +114,8 @@ def prepare_autoslim(problem: Problem, config: AutoSlimConfig) -> Prepared:
     net = Supernet(problem.model, problem.graph, config.groups, problem.align)
     settings = SearchConfig(  # a search that trains weights only, by the recipe
         budget=problem.graph.macs(problem.max_widths) if problem.max_widths else 1.0,  # the alphas stay anyway
+        **problem.bounds,
         groups=config.groups,
-        align=problem.align,
-        min_channels=dict(problem.min_widths),
-        max_channels=dict(problem.max_widths or {}),
         epochs=config.epochs,
         warmup=1 - 1 / config.epochs,  # a search wants one epoch for its alphas, which does nothing here
         warmup_sampling=Sampling.UNIFORM,
@@ -187,23 +181,21 @@ def _narrower(widths: Tensor, borders: Tensor) -> Tensor:
     return trials
 
 
-def _losses(
-    net: Supernet, problem: Problem, batches: list[Any], resolved: ResolvedEngine
-) -> Callable[[Tensor], Tensor]:
+def _losses(net: Supernet, problem: Problem, batches: list[Any], engine: ResolvedEngine) -> Callable[[Tensor], Tensor]:
     """What gives the held-out losses of sub-networks, (C, S) -> (C,) on the CPU."""
     sizes = torch.tensor([float(size_of(batch)) for batch in batches])
-    weights = (sizes / sizes.sum()).to(resolved.device)
+    weights = (sizes / sizes.sum()).to(engine.device)
     task = problem.task.loss or classification_loss()
 
     def loss(batch: Any, gates: Tensor) -> Tensor:
-        with resolved.autocast():
+        with engine.autocast():
             return task(net(input_of(batch), gates), batch).float()
 
-    run = resolved.repeated(loss)
+    run = engine.repeated(loss)
 
     def losses(widths: Tensor) -> Tensor:
         rows: list[Tensor] = []
-        for row in widths.to(resolved.device):  # nothing waits for the device until all trials are queued
+        for row in widths.to(engine.device):  # nothing waits for the device until all trials are queued
             gates = net.first(row)
             rows.append(torch.stack([run(batch, gates) for batch in batches]) @ weights)
         return mean_values(torch.stack(rows), int(sizes.sum()), current()).cpu().double()
@@ -240,13 +232,9 @@ METHODS: dict[str, Method] = {
     UNIFORM: Method(find_uniform),
     "random": Method(find_random),
     "uniform-slimmable": Method(find_uniform, own=Own.SLIMMABLE, one_ratio=True),
-    "l1": Method(magnitude.find_l1, magnitude.L1Config, trained=True, own=Own.FINETUNED, one_ratio=True),
-    "l2": Method(
-        magnitude.find_l1, partial(magnitude.L1Config, power=2), trained=True, own=Own.FINETUNED, one_ratio=True
-    ),
-    "slimming": Method(
-        magnitude.find_slimming, magnitude.SlimmingConfig, magnitude.prepare_slimming, own=Own.FINETUNED, full=True
-    ),
+    "l1": Method(find_l1, L1Config, trained=True, own=Own.FINETUNED, one_ratio=True),
+    "l2": Method(find_l1, partial(L1Config, power=2), trained=True, own=Own.FINETUNED, one_ratio=True),
+    "slimming": Method(find_slimming, SlimmingConfig, prepare_slimming, own=Own.FINETUNED, full=True),
     "autoslim": Method(find_autoslim, AutoSlimConfig, prepare_autoslim, own=Own.SLIMMABLE, holds_out=True),
     DMCP: Method(find_dmcp, DmcpConfig, own=Own.SLIMMABLE),
 }

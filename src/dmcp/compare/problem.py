@@ -65,6 +65,11 @@ class Problem:
         """The widths that a method may choose."""
         return Options(self.graph, self.min_widths.tensor(), self.widest.tensor(), self.align)
 
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The same as settings of a search."""
+        return {"align": self.align, "min_channels": dict(self.min_widths), "max_channels": dict(self.max_widths or {})}
+
     def uniform(self) -> Widths:
         """One ratio for all spaces, as far as their bounds allow it."""
         return uniform(self.graph, self.budget, self.min_widths, self.align, max_channels=self.max_widths)

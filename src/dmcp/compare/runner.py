@@ -38,7 +38,7 @@ from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_tensors, read_bytes
 from dmcp.searching.config import extremes
 from dmcp.searching.subnets import chains
-from dmcp.settings import Bound, Retrain, TrainConfig
+from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.storage import load, save
 from dmcp.supernet import Supernet
 from dmcp.training import Runtime, train
@@ -46,6 +46,7 @@ from dmcp.widths import Widths
 
 PLANS = "plans"  # what runs are to do
 RESULT, SPENT = "result.json", "spent.json"
+BOUNDS = ("groups", "align", "min_channels", "max_channels")
 SAME = "same recipe"  # the training that is the same for all
 _MAX_BYTES = 2**34  # of a prepared network
 
@@ -54,22 +55,12 @@ _MAX_BYTES = 2**34  # of a prepared network
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """The widths that methods may choose, by the options of these names."""
-
-    groups: int = 10
-    align: int | None = None
-    min_channels: Bound = field(default_factory=dict)
-    max_channels: Bound = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Protocol:
     """What is the same for all runs of a table."""
 
     config: RunConfig  # network, data, recipe of all trainings, share of the images that only choices are made by
     facts: Mapping[str, Any]  # what tells network and data from others of the same names
-    bounds: Bounds = Bounds()
+    bounds: Mapping[str, Any] = field(default_factory=dict)  # of the widths: settings of a search, those of BOUNDS
     finetune_epochs: int = 0  # of methods that fine-tune gently; 0: no method is fine-tuned
     scratch: bool = True  # train what methods choose from scratch
 
@@ -107,7 +98,7 @@ def config_of(method: str, settings: Mapping[str, Any]) -> Any:
 
 def problem_of(protocol: Protocol, job: Job, budget: str, **more: Any) -> Problem:
     """What methods get; an empty budget allows the widest network."""
-    graph, bounds = job.graph, protocol.bounds
+    graph, bounds = job.graph, SearchConfig(budget="50%", **protocol.bounds)
     net, high = Supernet(job.model, graph, bounds.groups, bounds.align), None
     given: dict[str, Any] = {
         "loader": job.loaders.search,
@@ -169,15 +160,19 @@ class PlannedRun:
     @property
     def config(self) -> RunConfig:
         """All settings as they are used, for the network that is saved; those of the method are in `settings`."""
-        config, search = self.protocol.config, None
         ways: dict[Own | None, Retrain] = {Own.FINETUNED: Retrain.FINETUNE, Own.SLIMMABLE: Retrain.SLIMMABLE}
         retrain = ways.get(self.own, Retrain.NONE) if self.budget and not self.scratch else Retrain.SCRATCH
-        if self.method == DMCP:
-            known = asdict(self.protocol.bounds) | {"budget": self.budget, "seed": self.seed}
-            search = config_of(DMCP, self.settings).search_config(self.recipe, config.batch, **known)
-        used: dict[str, Any] = {"method": self.method, "seed": self.seed, "retrain": retrain, "search": search}
+        used: dict[str, Any] = {"method": self.method, "seed": self.seed, "retrain": retrain}
         train = self.tuning if retrain is Retrain.FINETUNE else self.recipe
-        return replace(config, budgets=(self.budget,) if self.budget else (), train=train, **used)
+        return replace(self.protocol.config, budgets=(self.budget,) if self.budget else (), train=train, **used)
+
+    def with_search(self, job: Job) -> RunConfig:
+        """The same with the settings of DMCP's search, whose bounds are those of the network."""
+        if self.method != DMCP:
+            return self.config
+        known = problem_of(self.protocol, job, self.budget).bounds | {"budget": self.budget, "seed": self.seed}
+        search = config_of(DMCP, self.settings).search_config(self.recipe, self.protocol.config.batch, **known)
+        return replace(self.config, search=search)
 
 
 def plan(it: Comparison, job: Job) -> list[PlannedRun]:

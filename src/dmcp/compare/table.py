@@ -16,7 +16,7 @@ from dmcp.exporting import blaming
 from dmcp.results import UNIFORM, UNPRUNED, Row
 from dmcp.runs import Run, read_json
 from dmcp.runtime.io import from_plain
-from dmcp.units import between, counted, points, spread, table
+from dmcp.units import between, counted, spread, table
 
 TABLE, PAGE, COMMANDS = "compare.json", "compare.md", "commands.jsonl"  # the last: what was typed
 
@@ -115,7 +115,7 @@ def _cells(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         rows.append([method, budget or "100%"])
         rows[-1] += [
             spread(same["accuracies"]) if same else f"= {line['same_as']}" if line["same_as"] else "",
-            points([accuracy - known[seed] for seed, accuracy in pairs if seed in known]),
+            spread([accuracy - known[seed] for seed, accuracy in pairs if seed in known], sign="+z"),
             f"{spread(both[True]['accuracies'])}, {both[True]['way']}" if True in both else "",
             between(*(f"{share:.1%}" for share in line["macs_share"])),
             between(*(f"{number:,}" for number in line["params"])),

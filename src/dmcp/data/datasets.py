@@ -157,19 +157,14 @@ class Broken(NamedTuple):
     reason: str
 
 
-def check_data(
-    data: DataSets, workers: int | None = None, on_file: Callable[[int], None] = lambda done: None
-) -> dict[str, Any]:
-    """What is in a data set, opened with strict=False, in plain data; every file is decoded.
-
-    workers: threads that decode; by default as many as there are cores. on_file: called with the files done.
-    """
+def check_data(data: DataSets, on_file: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
+    """What is in a data set, opened with strict=False, in plain data; every file is decoded. on_file: counts them."""
     train, test = data.train, data.test
     sizes: list[tuple[int, ...]] = [data.shape[1:]]
     files: dict[str, Any] = {"enlarged": None, "broken": [], "wrong_classes": []}  # enlarged: smaller than the input
     if isinstance(train, FolderSet) and isinstance(test, FolderSet):
         looked = []
-        for done, one in enumerate(_look_at(train.paths + test.paths, True, workers), 1):
+        for done, one in enumerate(_look_at(train.paths + test.paths, whole=True), 1):
             looked.append(one)
             on_file(done)
         sizes = sorted((it for it in looked if not isinstance(it, Broken)), key=lambda it: (it[0] * it[1], it))
@@ -192,10 +187,10 @@ def no_images(dataset: FolderSet) -> list[Broken]:
     return [it for it in _look_at(dataset.paths, whole=False) if isinstance(it, Broken)]
 
 
-def _look_at(paths: Sequence[str], whole: bool, workers: int | None = None) -> Iterator[tuple[int, int] | Broken]:
+def _look_at(paths: Sequence[str], whole: bool) -> Iterator[tuple[int, int] | Broken]:
     """Look at all paths, in order; most of the work is done while Python's lock is released."""
     PIL.Image.init()  # else threads that meet a rare file format at the same time do not all know it
-    with ThreadPool(max(1, core_count() if workers is None else workers)) as pool:
+    with ThreadPool(core_count()) as pool:
         yield from pool.imap(partial(_look, whole=whole), paths, chunksize=16)
 
 

@@ -144,7 +144,8 @@ def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: 
         axes.plot(marks, places, "|", color=INK, ms=9, mew=1.5, label="expected, before rounding")
         for place, (_, full, kept, _) in enumerate(part):
             axes.text(1.02, place, f"{kept} of {full}", va="center", fontsize=8, clip_on=False)
-        axes.set_yticks(places, [_short(name) for name, *_ in part], fontsize=8)
+        names = [name if len(name) <= _NAME else f"…{name[1 - _NAME :]}" for name, *_ in part]
+        axes.set_yticks(places, names, fontsize=8)
         axes.set(xlim=(0, 1), ylim=(count - 0.5, -0.5), xlabel="share of the channels that is kept")
         _in_percent(axes.xaxis)
     figure.suptitle(title)
@@ -195,10 +196,6 @@ def _with_legend(figure: Figure) -> Figure:
 
 def _in_percent(axis: Any) -> None:
     axis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
 
 
 def amount(kind: str, number: float) -> str:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dmcp.report import figures
-from dmcp.results import DMCP, ORIGINAL, UNPRUNED, Row, against, error_of, score, score_name, unknown
+from dmcp.results import ACCURACY, DMCP, ORIGINAL, UNPRUNED, Row, against, error_of, score, score_name, unknown
 from dmcp.runs import PastRun, value_at
 from dmcp.runtime.io import plain
 from dmcp.storage import WEIGHTS
@@ -26,13 +26,13 @@ def make_page(runs: Sequence[PastRun]) -> str:
     """The whole page."""
     several, points = len(runs) > 1, list[tuple[str, str, int, float, float]]()
     for number, run in enumerate(runs, start=1):
-        for row in (it for it in run.rows if not it.own_metric):  # no share, as the axis has them
+        for row in (it for it in run.rows if it.score == ACCURACY):  # no share, as the axis has them
             text = str(number) if row.name == DMCP and several else ""
             points.append((row.name, text, row.macs, row.accuracy, error_of(row) or 0.0))
     points.sort(key=lambda point: point[0] != DMCP)
     return _template().render(
         title=f"{len(runs)} runs" if several else runs[0].name,
-        score_name=" or ".join(sorted({score_name([run.result]) for run in runs if run.result}) or ["accuracy"]),
+        score_name=" or ".join(sorted({score_name([run.result]) for run in runs if run.result}) or [ACCURACY]),
         overview=figures.to_svg(figures.accuracy_over_cost(points), "overview") if points else "",
         several_sets=len({run.setting("data") for run in runs}) > 1,
         runs=[_describe(number, run) for number, run in enumerate(runs, start=1)],
@@ -75,7 +75,7 @@ def _charts(run: PastRun) -> Iterator[Figure]:
 def _describe(number: int, run: PastRun) -> dict[str, Any]:
     """What the page says about one run."""
     row, share, full, words = run.result, run.share("macs"), run.before, run.settings.get("argv")
-    timed = 5 if run.rows and all(it.batch for it in run.rows) else 4  # columns
+    wide = 5 if run.rows and all(it.batch for it in run.rows) else 4  # columns
     return run.describe() | {
         "number": number,
         "summary": summary(run),
@@ -86,10 +86,8 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
         "problems": run.problems,
         "tiles": list(_tiles(run)),
         "notes": [*unknown(run.rows), *([run.latency.text, run.latency.warning] if run.latency else [])],
-        "head": ["network", "MACs", "parameters", score_name(run.rows), f"ms per {row.batch if row else 0}"][:timed],
-        "networks": [
-            (it.name, f"{it.macs:,}", f"{it.params:,}", _score(it), f"{it.ms:.2f}")[:timed] for it in run.rows
-        ],
+        "head": ["network", "MACs", "parameters", score_name(run.rows), f"ms per {row.batch if row else 0}"][:wide],
+        "networks": [(it.name, f"{it.macs:,}", f"{it.params:,}", _score(it), f"{it.ms:.2f}")[:wide] for it in run.rows],
         "charts": [figures.to_svg(chart, f"{number}-{place}") for place, chart in enumerate(_charts(run))],
         "widths": [(it, full.get(it, ""), run.expected.get(it, ""), kept) for it, kept in run.widths.items()],
         "settings": list(_settings(run)),

@@ -176,17 +176,8 @@ def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.o
     theirs = made.param_groups if isinstance(made, torch.optim.Optimizer) else []
     wanted, found = ({id(it) for group in each for it in group["params"]} for each in (groups, theirs))
     if wanted != found:
-        raise TrainingError(
-            "optimizer must be a function that makes a torch.optim.Optimizer of the parameter groups that it is given, "
-            "like optimizer=torch.optim.AdamW."
-        )
+        raise TrainingError("optimizer must make a torch.optim.Optimizer of all groups, as torch.optim.AdamW does.")
     return made  # type: ignore[no-any-return]
-
-
-def check_graphs(engine: Engine | None, make: MakeOptimizer | None) -> None:
-    """Refuse CUDA graphs with an optimizer of the user's own: they would replay its first learning rate."""
-    if make is not None and engine is not None and engine.graphs:
-        raise TrainingError("Steps with an optimizer of your own cannot be CUDA graphs: leave graphs out.")
 
 
 def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -167,7 +167,7 @@ def _convert(hint: Any, value: Any) -> Any:
             with contextlib.suppress(TypeError, ValueError):
                 return _convert(one, value)
         return _convert(inner[0], value)  # its error is the one to raise
-    if origin is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list | tuple):
         return tuple(_convert(inner[0], item) for item in value)
     if origin is Mapping and isinstance(value, dict):
         return {key: _convert(inner[1], item) for key, item in value.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -18,29 +17,24 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import ChannelSpace, Widths
 
 
-def bounds(
-    graph: ChannelGraph, min_channels: Bound, max_channels: Bound, align: int | None = 1
-) -> list[tuple[int, int]]:
+def bounds(graph: ChannelGraph, lower: Bound, upper: Bound, align: int | None = 1) -> list[tuple[int, int]]:
     """The smallest and the largest width of each space: multiples of `align`, or its full size."""
-    lowest = _by_space(graph, min_channels, max, lambda number, unit: -(-number // unit))
-    highest = _by_space(graph, max_channels, min, lambda number, unit: number // unit)
+    lowest = _by_space(graph, lower, max, lambda number, unit: -(-number // unit))
+    highest = _by_space(graph, upper, min, lambda number, unit: number // unit)
     ends: list[tuple[int, int]] = []
     for space in graph.spaces:
-        step, lower, upper = space.step(align), lowest.get(space.name, 1), highest.get(space.name, space.size)
-        low = min(space.size, -(-lower // step) * step)
-        high = upper if upper == space.size else upper // step * step
+        step, least, most = space.step(align), lowest.get(space.name, 1), highest.get(space.name, space.size)
+        low = min(space.size, -(-least // step) * step)
+        high = most if most == space.size else most // step * step
         if low > high:
             steps = f"in steps of {step} groups of {space.unit} channels"
-            raise WidthsError(f"No width of {space.name} is from {lower} to {upper}, {steps}: change its bounds.")
+            raise WidthsError(f"No width of {space.name} is from {least} to {most}, {steps}: change its bounds.")
         ends.append((low, high))
     return ends
 
 
 def _by_space(
-    graph: ChannelGraph,
-    bound: Bound,
-    strictest: Callable[[Iterable[int]], int],
-    in_units: Callable[[int, int], int],
+    graph: ChannelGraph, bound: Bound, strictest: Callable[[Iterable[int]], int], in_units: Callable[[int, int], int]
 ) -> dict[str, int]:
     """The bound of each space that has one, as a width of it.
 
@@ -104,12 +98,6 @@ class SearchRecord:
         parts += [f"soft loss {self.task_loss:.3f}"] if self.task_loss is not None else []
         shares = " and ".join(f"{ratio:.1%}" for ratio in self.ratios or ())
         return ", ".join([*parts, f"cost {shares} of budget" if shares else "warm-up"])
-
-
-def as_record(plain: Mapping[str, Any]) -> SearchRecord:
-    """A record read from JSON."""
-    lists = {key: tuple(value) for key, value in plain.items() if isinstance(value, list)}
-    return SearchRecord(**{**plain, **lists})
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,8 @@ from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.searching.config import SearchRecord, SearchResult, Step, as_record, extremes
+from dmcp.runtime.io import from_plain
+from dmcp.searching.config import SearchRecord, SearchResult, Step, extremes
 from dmcp.searching.steps import Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
@@ -64,7 +65,7 @@ def search(
         searcher.scale = facts.get("scale", 0.0)
         emit = partial(runtime.emit, SEARCH, searcher.total)
         log = Log(net, config.log_every, lambda waiting: [step.read(world) for step in waiting], emit)
-        log.begin([as_record(record) for record in earlier])
+        log.begin([from_plain(SearchRecord, record) for record in earlier])
         with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
             for step in range(begin, searcher.total):
                 searcher.at, batches = step, data.next()
@@ -145,11 +146,9 @@ class Searcher:
 
     def result(self) -> SearchResult:
         """The distribution of widths so far."""
-        alphas, config = self.net.alpha.detach().cpu().clone(), self.config
-        found = SearchResult(
-            alphas, self.chain.sizes.cpu(), self.net.graph, self.budget, config.tolerance, config.align
-        )
-        return replace(found, process=self.chain.process)
+        alphas, chain, config = self.net.alpha.detach().cpu().clone(), self.chain, self.config
+        found = SearchResult(alphas, chain.sizes.cpu(), self.net.graph, self.budget, config.tolerance, config.align)
+        return replace(found, process=chain.process)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a search needs to go on, except for the data."""
@@ -196,7 +195,8 @@ def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
     shared = {f"model.{name}": tensor for name, tensor in net.model.named_parameters()} | {"alpha": net.alpha}
 
     def own() -> dict[str, Tensor]:
-        small = {f"narrow.{name}": tensor for name, tensor in steps.narrow_buffers().items()}
+        narrow = steps.narrow.skeleton.named_buffers() if steps.narrow else ()
+        small = {f"narrow.{name}": tensor for name, tensor in narrow}
         return {f"model.{name}": tensor for name, tensor in net.model.named_buffers()} | small
 
     return State(shared, own, [steps.weights, steps.alphas], [searcher.generator], data, net.alpha.device)
@@ -209,10 +209,8 @@ def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
     """The budget and the chains of a supernet that can reach it; an error if they do not fit together."""
     wanted = [list(group_sizes(it.size, config.groups, it.step(config.align))) for it in net.graph.spaces]
     if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
-        raise WidthsError(
-            "The supernet has other groups than the settings: make it with "
-            f"Supernet(model, graph, groups={config.groups}, align={config.align})."
-        )
+        wanted_net = f"Supernet(model, graph, groups={config.groups}, align={config.align})"
+        raise WidthsError(f"The supernet has other groups than the settings: make it with {wanted_net}.")
     found = chains(net, process_of(config.independent), config.min_channels, config.max_channels, config.align)
     budget = parse(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, found.sizes))

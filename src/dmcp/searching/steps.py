@@ -72,11 +72,7 @@ def weight_step(
 
 
 def weight_gradients(
-    setup: Setup,
-    batches: Sequence[Any],
-    weights: Sequence[Tensor],
-    subnets: Sequence[Subnet],
-    head: Head | None = None,
+    setup: Setup, batches: Sequence[Any], weights: Sequence[Tensor], subnets: Sequence[Subnet], head: Head | None = None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses of sub-networks (n,), and the gradients of their sum.
 
@@ -262,10 +258,6 @@ class Steps:
         """The losses and gradients of stage 1, without an optimizer."""
         subnets, head = self.sandwich([batch], self._sample(sampling, generator))
         return weight_gradients(self.setup, [batch], weights, subnets, head)
-
-    def narrow_buffers(self) -> dict[str, Tensor]:
-        """Running statistics of the smallest sub-network's copy."""
-        return dict(self.narrow.skeleton.named_buffers()) if self.narrow else {}
 
     def _sample(self, sampling: Sampling, generator: torch.Generator) -> Tensor:
         gates = sample_gates(self.setup.net, self.setup.chains, sampling, self.setup.config.subnets, generator)

@@ -56,11 +56,7 @@ def chains(
 
 
 def sample_gates(
-    net: Supernet,
-    chains: Chains,
-    sampling: Sampling,
-    count: int,
-    generator: torch.Generator | None = None,
+    net: Supernet, chains: Chains, sampling: Sampling, count: int, generator: torch.Generator | None = None
 ) -> list[Tensor]:
     """Gates of random sub-networks; a generator on the device of the alphas keeps the host from waiting for it."""
     sizes = chains.sizes

@@ -152,9 +152,7 @@ class _Zeros:
         return all(it.isfinite().all() for it in usual) and not all(it.isfinite().all() for it in off)
 
     def _has_zero_factor(self, contraction: Contraction, atom: Atom) -> bool:
-        if any(
-            atom in self.wild.get(value, ()) for value in (contraction.data, contraction.weight) if value is not None
-        ):
+        if any(atom in self.wild.get(it, ()) for it in (contraction.data, contraction.weight) if it is not None):
             return False
         name = self.recording.tensors.get(contraction.weight) if contraction.weight is not None else None
         folded = (name, contraction.weight_dim) in self.folds

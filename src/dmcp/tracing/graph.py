@@ -182,9 +182,7 @@ class ChannelGraph:
 
     def _polynomial(self, kind: str) -> Polynomial:
         if kind not in self._polynomials:
-            raise BudgetError(
-                f"The {kind} of this network is not known: attach a table that was measured to the graph."
-            )
+            raise BudgetError(f"The {kind} of this network is not known: attach a measured table to the graph.")
         return self._polynomials[kind]
 
     def _numbers(self, widths: Mapping[str, int] | None) -> list[int]:

@@ -68,9 +68,7 @@ def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
 
 def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:
     """A resolved layout with atoms renamed to space numbers."""
-    return tuple(
-        tuple(axis if isinstance(axis, int) else Atom(numbers[axis.index]) for axis in segment) for segment in layout
-    )
+    return tuple(tuple(it if isinstance(it, int) else Atom(numbers[it.index]) for it in segment) for segment in layout)
 
 
 @dataclass
@@ -122,11 +120,11 @@ class Channels:
         """Channels of the whole dim."""
         return sum(self.segment_size(segment) for segment in layout)
 
-    def fix(self, layout: Layout, reason: str | None = None) -> int:
+    def fix(self, layout: Layout, reason: str) -> int:
         """Make every atom of the dim unprunable; how many were not so before."""
         atoms = self.atoms(layout)
         for atom in atoms:
-            self._nodes[atom.index].reason = reason or self.because
+            self._nodes[atom.index].reason = reason
         return len(atoms)
 
     # -- reading a layout

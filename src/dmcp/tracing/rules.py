@@ -18,14 +18,14 @@ from dmcp.tracing.record import Func
 # what any op may be
 
 
-def unknown(call: Call, reason: str = "there is no channel rule for it") -> list[Dims]:
+def unknown(call: Call) -> list[Dims]:
     """An op without a rule: its inputs and outputs are unprunable, and it is reported."""
     call.facts.unknown.append(call.op)
     call.flow = Flow.LOSES
     outs = [tuple(map(call.channels.fresh, shape)) for shape in call.out_shapes]
     for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output has the reason too
         for layout in dims:
-            call.fix(layout, reason)
+            call.fix(layout, "there is no channel rule for it")
     return outs
 
 
@@ -503,9 +503,7 @@ _RESIZES = "upsample_nearest upsample_linear upsample_bilinear upsample_bicubic 
 _SPATIAL = " ".join(f"{name}{rank}d" for name in f"{_POOLS} {_RESIZES}".split() for rank in (1, 2, 3))
 _SPATIAL += " max_pool2d_with_indices _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 
-_FOURIER = " ".join(
-    f"fft_{half}{kind}{rank}" for half in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n")
-)
+_FOURIER = " ".join(f"fft_{i}{kind}{rank}" for i in ("", "i") for kind in ("fft", "rfft") for rank in ("", "2", "n"))
 
 _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     prelu: "prelu _prelu_kernel",
