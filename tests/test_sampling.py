@@ -180,6 +180,15 @@ def test_uniform_is_one_ratio_for_all(net: str, align: int) -> None:
     assert uniform(graph, 1.0) == graph.full
 
 
+def test_a_small_network_is_not_far_from_one_ratio_to_use_the_last_of_the_budget() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 4, 1))
+    graph = dmcp.trace(net, torch.zeros(2, 3, 16, 16))
+    for spec in ("90%", "70%"):
+        widths = uniform(graph, spec)
+        ratios = widths.tensor() / graph.full.tensor()
+        assert ratios.max() - ratios.min() < 0.15 and graph.macs(widths) > GAMMA * parse(spec, graph).limits[0].target
+
+
 @pytest.mark.parametrize(
     ("spec", "widths"),
     [

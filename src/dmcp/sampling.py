@@ -18,6 +18,7 @@ from dmcp.widths import Widths
 TOLERANCE = 0.95  # share of the budget that a method must use, where the widths allow it
 FILLED = 0.98  # share that the final widths of a search, a method or a baseline use: the same for all
 _AT_ONCE = 1 << 16  # widths sampled in one expression
+_WORTH = 10.0  # of one per cent of the budget unused: as bad as a width that is so many per cent off
 _TRIES = 1 << 13  # widths among which the random baseline is looked for
 
 
@@ -30,7 +31,7 @@ def expected_widths(result: SearchResult) -> Tensor:
 def expected(result: SearchResult, align: int | None = None) -> Widths:
     """Expected sampling: the expected widths, rounded to multiples of `align`, then fitted into the budget.
 
-    `align` is the search's own by default. At least FILLED of the budget is used: see `fit`.
+    `align` is the search's own by default. FILLED of the budget is used, in small networks a little less: see `fit`.
     """
     low, high = result.sizes[:, 0], result.sizes.sum(dim=1)
     options = Options(result.graph, low, high, result.align if align is None else align)
@@ -159,6 +160,7 @@ def fit(
     If the rounded wish is not, all of it is scaled by one number. Then single spaces grow, those furthest below their
     wish first: back to the wish as far as the limits allow, beyond it up to the tolerance only. With `even` they grow
     by one option, more of them up to the tolerance only, since cheap spaces would otherwise grow back to the full wish.
+    What is not used then, in networks of few widths, is used as far as that keeps near to the scaled wish.
     """
 
     def share(places: Tensor) -> float:
@@ -168,14 +170,15 @@ def fit(
     lowest = torch.zeros_like(wished)
     if share(lowest) > 1:
         check_reachable(budget, graph, graph.widths(options.widths(lowest)))
-    places, spent = wished, share(wished)
+    places, spent, aim = wished, share(wished), wish
     if not tolerance <= spent <= 1:
-        places = _scale(options, wish, share, bar=1.0 if spent > 1 else tolerance)
+        aim = _scale(options, wish, share, bar=1.0 if spent > 1 else tolerance)
+        places = options.nearest(aim)
         goal = (places + 1).minimum(options.last) if even else wished.maximum(places)
         places = _grow(options, wish, share, places, goal, enough=float("inf"))
         places = _grow(options, wish, share, places, goal=options.last, enough=tolerance)
     if share(places) < tolerance:
-        places = _exchange(graph, budget, options, wish, places, tolerance)
+        places = _exchange(graph, budget, options, aim, places, tolerance)
     return graph.widths(options.widths(places))
 
 
@@ -187,7 +190,7 @@ def _scale(options: Options, wish: Tensor, share: Callable[[Tensor], float], bar
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if share(options.nearest(wish * middle)) <= bar else (low, middle)
-    return options.nearest(wish * low)
+    return wish * low
 
 
 def _grow(
@@ -209,25 +212,24 @@ def _grow(
 
 
 def _exchange(
-    graph: ChannelGraph, budget: Budget, options: Options, wish: Tensor, places: Tensor, tolerance: float
+    graph: ChannelGraph, budget: Budget, options: Options, aim: Tensor, places: Tensor, tolerance: float
 ) -> Tensor:
-    """One space up for another one down while that uses more of the budget; of few options all are tried."""
+    """One space up for another one down while that is nearer to the tolerance or the aim; of few options all are tried.
+
+    They use TOLERANCE of the budget if any do; to use more of it they do not go far from the aim.
+    """
     counts = (options.last + 1).tolist()
     few = math.prod(counts) <= _AT_ONCE
     step = torch.eye(len(counts), dtype=torch.int64)
     moves = (step[:, None] - step).flatten(end_dim=1)  # (S * S, S), also no move at all
-    best = 0.0
+    best, must = float("inf"), TOLERANCE if tolerance <= FILLED else tolerance
     while True:
         trials = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)) if few else places + moves
         trials = trials[((trials >= 0) & (trials <= options.last)).all(dim=1)]
         shares = spent_shares(budget, graph, options.widths(trials)).amax(dim=1)
-        reached = (shares >= tolerance) & (shares <= 1)
-        if reached.any():
-            gaps = ((options.widths(trials) - wish) / wish).abs().amax(dim=1)
-            return trials[gaps.masked_fill(~reached, float("inf")).argmin()]
-        shares = shares.masked_fill(shares > 1, 0)
-        if shares.max().item() <= best:
+        gaps = ((options.widths(trials) - aim) / aim).abs().amax(dim=1)
+        costs = gaps + _WORTH * (tolerance - shares).clamp(min=0) + 1000 * (must - shares).clamp(min=0)
+        costs[shares > 1] = float("inf")
+        if costs.min().item() >= best:
             return places
-        best = shares.max().item()
-        gaps = ((options.widths(trials) - wish) / wish).abs().amax(dim=1)
-        places = trials[gaps.masked_fill(shares < best, float("inf")).argmin()]
+        best, places = costs.min().item(), trials[costs.argmin()]
