@@ -273,7 +273,7 @@ def defaults(
         train, search = replace(train, **_FEW_TRAIN), search if trained else replace(search, **_FEW_SEARCH)
     gentle = trained and retrain in _KEEPING
     if gentle and 0 < epochs * images < _MIN_STEPS * batch:  # REPORT.md, "short"
-        rates = f"the paper's: fewer than {_MIN_STEPS} steps from trained weights must be small"
+        rates = f"the paper's, since fewer than {_MIN_STEPS} steps from trained weights must be small"
         train = replace(train, lr=TrainConfig.lr, warmup_lr=TrainConfig.warmup_lr)
     known = "the network is trained: small steps keep what it knows"
     fewest, most = _SEARCH_STEPS
