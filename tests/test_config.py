@@ -71,6 +71,8 @@ def test_settings_that_nobody_typed_follow_the_data() -> None:
     for images, found in ((200_000, [0.4, 5e-4, 1.6, 5e-4]), (200_001, [0.2, 1e-4, 0.8, 1e-4])):
         it = settle(config(), {}, images, 10**6, False)[0]
         assert it.search and [it.search.lr, it.search.weight_decay, it.train.lr, it.train.weight_decay] == found
+    for typed, lr in (({"epochs": 1}, 0.8), ({"epochs": 34}, 1.6), ({}, 1.6), ({"epochs": 1, "lr": 3.0}, 3.0)):
+        assert settle(config(weights="x.pth"), typed, 600, 1, True)[0].train.lr == lr  # 300 steps are not short
     sizes: dict[str, Any] = {"trained": False, "images": 9, "batch": 3}
     distils = [defaults("50%", Retrain.FINETUNE, **sizes, own_loss=own).search.distill for own in (False, True)]
     assert distils == [True, False]

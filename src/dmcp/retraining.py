@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, generator
+from dmcp.batches import Loader, device_of, generator, length_of
 from dmcp.calibration import recalibrate
 from dmcp.checkpoint import untouched
 from dmcp.cutting import cut, padded, reinitialize
@@ -27,6 +27,7 @@ from dmcp.training import Runtime, StepRecord, Task, evaluate, train
 from dmcp.widths import Widths, fingerprint
 
 AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
+_FEW_STEPS = 100  # below which the running statistics of BatchNorms lag behind the weights: REPORT.md, "short"
 _GUESSED = 0.1  # of the way from guessing to all right, up to which nothing was learned
 
 
@@ -102,6 +103,8 @@ def train_all(
             steps = train(net, loader, how.config, task=task, runtime=own, teacher=guide)
             if twin:
                 twin.give_back()
+            if how.config.epochs * length_of(loader) < _FEW_STEPS:
+                calibrated(small, loader)
             if teacher == UNPRUNED:
                 teacher = small
         if text := divergence(name, [step.loss for step in steps]):
