@@ -82,6 +82,8 @@ def test_widths_and_channels_that_do_not_fit() -> None:
     for row in ([0, 1, 1], [1, 1, 7], [1, 1, float("nan")]):
         refuse(WidthsError, lambda row=row: graph.macs(torch.tensor([row])))  # type: ignore[misc]
         refuse(WidthsError, lambda row=row: net.hard(torch.tensor(row)))  # type: ignore[misc]
+    tied = dmcp.trace(Residual(**Residual.FULL).double(), sample(Residual.SHAPE))
+    refuse(WidthsError, lambda: tied.widths({"conv2": 3}), "tied to stem.")
     assert all(torch.equal(value, before[name]) for name, value in CHAIN.state_dict().items())
 
 

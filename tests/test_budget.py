@@ -87,6 +87,9 @@ def test_unreachable_budgets_name_the_range() -> None:
         check_reachable(parse(end, graph), graph, net.min_widths)
         with pytest.raises(BudgetError):
             check_reachable(parse(end + beyond, graph), graph, net.min_widths)
+    part = dmcp.trace(net.model, sample(Residual.SHAPE), ignore=["conv3", "conv4"])
+    with pytest.raises(BudgetError, match=f"Only {part.prunable_share:.1%} of the macs can be narrowed"):
+        dmcp.uniform(part, "1%")
 
 
 # the loss

@@ -65,6 +65,7 @@ def hidden_weight() -> nn.Module:
 def test_verify_compares_values() -> None:
     x = torch.randn(2, 3, 64, 64)
     model = Residual(**Residual.FULL)
+    assert dmcp.verify(model, dmcp.trace(model, x), x, {"stem": [5, 1], "conv3": 4}) < 1e-6  # all that cut takes
     nn.init.constant_(model.head.weight, torch.nan)
     for bad in (hidden_weight(), model):
         with pytest.raises(dmcp.CutError):

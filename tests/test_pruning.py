@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import warnings
@@ -218,10 +219,15 @@ def test_an_own_loss_is_warned_of_distillation() -> None:
     ]
     model, graph = traced()
     usual: dict[str, Any] = {"search": SEARCH, "train": TRAIN, "graph": graph, "task": task}
-    for options, count in cases:
+    calls = [
+        (functools.partial(dmcp.prune, model, Noise(), Noise(1), **usual | options), count) for options, count in cases
+    ]
+    calls.append((lambda: dmcp.Searcher(dmcp.Supernet(model, graph, SEARCH.groups), SEARCH, 2, task=task), 1))
+    calls.append((lambda: dmcp.train(copy.deepcopy(model), Noise(), TRAIN, task=task, teacher=model), 1))
+    for call, count in calls:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            dmcp.prune(model, Noise(), Noise(1), **usual | options)
+            call()
         assert [it.category for it in found] == [DistillationWarning] * count
         assert all(it.filename == __file__ for it in found)  # where the user called, not a line of ours
 

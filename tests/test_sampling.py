@@ -13,8 +13,9 @@ from nets import NETS, Depthwise, SqueezeExcite, counted_macs, holds, randomise,
 from torch import Tensor, nn
 
 import dmcp
+from dmcp.batches import generator
 from dmcp.budget import parse, spent_shares
-from dmcp.errors import BudgetError
+from dmcp.errors import BudgetError, DmcpError
 from dmcp.markov import CHAIN, Process, bounded, sample_groups
 from dmcp.models import build, sample_shape
 from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, fit, random_widths, uniform
@@ -137,6 +138,12 @@ def test_direct_samples_are_the_first_that_fit() -> None:
         samples = direct(found, n=n, generator=seeded(), tries=5_000)
         assert [tuple(widths.values()) for widths in samples] == [*near, *rest][:n]
     assert direct(found, 9, seeded(1)) != direct(found, 9, seeded())
+    assert direct(found, 9, 0) == direct(found, 9, generator(0)) != direct(found, 9, 1)
+    assert expected(found.with_budget("30%")) == expected(result("30%", 1.2, (graph, net)))
+    wrong: list[Any] = [lambda: direct(found, 0), lambda: expected(found, "30%"), lambda: found.with_budget("0.1%")]  # type: ignore[arg-type]
+    for call in wrong:
+        with pytest.raises(DmcpError):
+            call()
 
 
 def test_direct_sampling_ends_and_names_what_it_saw() -> None:

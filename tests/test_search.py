@@ -381,8 +381,11 @@ def test_a_searcher_does_what_search_does_also_from_a_saved_state() -> None:
 
 
 def test_losses_of_a_searcher_have_the_gradients_of_its_steps() -> None:
-    net, searcher, batches, _ = looped()
+    net, searcher, batches, config = looped()
     own, driven, _, _ = looped()
+    for call in (lambda: driven.arch_loss(batches[0]), lambda: dmcp.Searcher(own, config, steps_per_epoch=0)):
+        with pytest.raises(TrainingError, match=r"weight_loss|steps_per_epoch"):
+            call()
     weights = torch.optim.SGD(own.weights())
     alphas = torch.optim.SGD(own.alphas())
     for step in range(8):

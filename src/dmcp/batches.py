@@ -161,6 +161,11 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(mix(*numbers))
 
 
+def as_generator(seed: int | torch.Generator | None) -> torch.Generator | None:
+    """A fresh generator for a seed; what is one already stays."""
+    return seed if seed is None or isinstance(seed, torch.Generator) else generator(seed)
+
+
 def _part(batch: Any, place: int, key: str, other: str) -> Any:
     """A place of a tuple or a key of a dict; `other` is its name in transformers."""
     try:

@@ -27,6 +27,7 @@ _UNITS = {"macs": _SCALES, "params": _SCALES, MEMORY: _SCALES | _BYTES, LATENCY:
 _PART = re.compile(r"(?a)(?:(?P<kind>[a-z]+):)?(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?)(?P<unit>%|[a-z]*)")
 _MAX_TARGET = 10**18  # more than any network costs
 _STEEP = 10.0  # alphas beyond have a gradient near zero
+_MOST = 0.9  # share of the MACs that can be narrowed, below which the rest is a reason
 _HELP = 'write "50%", "211M", "params:2M", "memory:256kB", "8ms", "latency:50%", or several: "50%,params:2M"'
 
 
@@ -133,9 +134,11 @@ def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widt
             side = "less than the smallest" if small else "more than the largest"
             ends = (f"{show_cost(kind, it[kind])} ({it[kind] / full[kind]:.1%})" for it in (least, most))
             guess = f" (a share has a percent sign: {target}%)" if small and target <= 100 else ""
+            part, reasons = graph.prunable_share, "graph.summary() (dmcp inspect) has the reasons"
+            why = f" Only {part:.1%} of the macs can be narrowed: {reasons}." if small and part < _MOST else ""
             raise BudgetError(
                 f"The budget {budget.text!r} asks for {show_cost(kind, target)}{guess}, {side} widths cost: choose "
-                f"from {' to '.join(ends)}, or other groups, align, min_channels or max_channels."
+                f"from {' to '.join(ends)}, or other groups, align, min_channels or max_channels.{why}"
             )
 
 

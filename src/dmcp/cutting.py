@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmcp.batches import device_of
+from dmcp.batches import as_generator, device_of
 from dmcp.errors import CutError, WidthsError
 from dmcp.importance import magnitude, strongest
 from dmcp.modules import Cut, call_model, index, map_leaves, narrow, tensors_in, unwrap
@@ -50,12 +50,14 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: s
     return small
 
 
-def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Widths | None = None) -> float:
+def verify(
+    model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Mapping[str, Kept] | None = None
+) -> float:
     """Compare the cut network with the gated one in eval mode, in float64 if it runs so; CutError if they differ.
 
     Every cut checks shapes; this checks values, with gradients on and off, and gradients. The input may be another one
-    than was traced, such as a larger image. Without widths each space is cut to about two thirds. Returns the largest
-    difference of outputs, as a share of the largest one.
+    than was traced, such as a larger image. Widths are what `cut` takes; by default each space is cut to about two
+    thirds. Returns the largest difference of outputs, as a share of the largest one.
     """
     model = unwrap(model)
     check_example(example_input)
@@ -75,7 +77,9 @@ def verify(model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Wi
         dtype, twin = None, narrow(model, {}, {}).to(home).eval()
     widths = widths or graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
     net, small = Supernet(twin, graph), cut(twin, graph, widths)
-    gates, cuts, worst = net.hard(widths), graph.cuts(widths), 0.0
+    pairs = zip(graph.spaces, graph.kept(widths).values(), strict=True)
+    gates = torch.cat([torch.isin(torch.arange(space.size), stays) for space, stays in pairs]).to(home)
+    cuts, worst = graph.cuts(widths), 0.0
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             gated = run(lambda x: net(x, gates))
@@ -122,14 +126,14 @@ def _gap(ones: Iterable[Tensor], others: Iterable[Tensor]) -> float:
 
 
 @torch.no_grad()
-def reinitialize(module: nn.Module, generator: torch.Generator | None = None) -> None:
+def reinitialize(module: nn.Module, generator: torch.Generator | int | None = None) -> None:
     """Give the module, in place, the weights of a network of its shape that was never trained.
 
     Convs and linears are initialized by He's rule, norms become 1 and 0 with empty running statistics, biases 0. Other
     tensors (position embeddings, layer scales, ...) stay, and so do frozen parameters, and the statistics of norms that
     have no others.
     """
-    module = unwrap(module)
+    module, generator = unwrap(module), as_generator(generator)
     kept = {name: tensor.clone() for name, tensor in _frozen(module).items()}
     home = torch.device("cpu") if generator is None else generator.device
     done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.modules import tensors_in
-from dmcp.runtime.distributed import World, gather, sum_values
+from dmcp.runtime.distributed import World, current, gather, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], Any]  # (output, batch) -> (sum over the samples, their count), or the mean
@@ -55,9 +55,10 @@ def warn(text: str, category: type[Warning]) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
-def warn_of_distillation(who: str, remedy: str) -> None:
-    """Warn that outputs are taken for class scores."""
-    warn(f"{who} outputs as class scores along dim 1: if they are something else, {remedy}.", DistillationWarning)
+def warn_of_distillation(loss: Loss | None, who: str, remedy: str) -> None:
+    """Warn, once for all ranks, that outputs are taken for class scores though the loss is the user's own."""
+    if loss is not None and current().first:
+        warn(f"{who} outputs as class scores along dim 1: if they are something else, {remedy}.", DistillationWarning)
 
 
 # losses

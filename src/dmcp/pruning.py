@@ -159,9 +159,9 @@ def prune(
         few = FewBatches(plain, -(-usual.search_images // batch))
         loaders = replace(loaders, search=few, train=loaders.train or plain)
     config, how = search or usual.search, Retraining(train or usual.train, kind, teacher if guide is None else guide)
-    if task.loss is not None and (teacher is not None or kind is Retrain.SLIMMABLE) and current().first:
+    if teacher is not None or kind is Retrain.SLIMMABLE:
         remedy = 'leave the teacher out, and take retrain="scratch" or "finetune"'
-        warn_of_distillation("The pruned network learns from another one's", remedy)
+        warn_of_distillation(task.loss, "The pruned network learns from another one's", remedy)
     graph = _with_latency(model, graph, sample, specs, config, latency, runtime)
     others = _baselines(baselines, original=trained or own) - {method, UNIFORM if method == "l2" else ""}
     budgets = read_budgets(specs, graph, *reachable(graph, config))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dmcp.batches import as_generator
 from dmcp.budget import Budget, check_reachable, parse, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.searching.config import SearchResult, bounds
@@ -44,13 +45,16 @@ def filled(settings: SearchResult | SearchConfig) -> float:
 
 
 def direct(
-    result: SearchResult, n: int = 1, generator: torch.Generator | None = None, tries: int = 1_000_000
+    result: SearchResult, n: int = 1, generator: torch.Generator | int | None = None, tries: int = 1_000_000
 ) -> list[Widths]:
     """Direct sampling: up to n different widths sampled from the chains, all inside the budget.
 
     Those that use FILLED of the budget come first. There is at least one, or BudgetError; there are fewer than n if all
     tries together gave no more, as chains do that have become certain.
     """
+    if min(n, tries) < 1:
+        raise BudgetError(f"n and tries must be at least 1, not {n} and {tries}.")
+    generator = as_generator(generator)
     near, below = dict[tuple[int, ...], float](), dict[tuple[int, ...], float]()  # in the order sampled
     seen: list[Tensor] = []
     for start in range(0, tries, _AT_ONCE):
@@ -101,7 +105,7 @@ def uniform(
 def random_widths(
     graph: ChannelGraph,
     budget: int | float | str | Budget,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | int | None = None,
     min_channels: Bound | None = None,
     align: int | None = None,
     tolerance: float = FILLED,
@@ -109,7 +113,7 @@ def random_widths(
 ) -> Widths:
     """Widths sampled uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
     options, budget = between(graph, min_channels, max_channels, align), parse(budget, graph)
-    chances = torch.rand(_TRIES, len(graph.spaces), generator=generator, dtype=torch.float64)
+    chances = torch.rand(_TRIES, len(graph.spaces), generator=as_generator(generator), dtype=torch.float64)
     sampled = options.widths((chances * (options.last + 1)).long())  # (N, S)
     shares = spent_shares(budget, graph, sampled).amax(dim=1)
     inside = sampled[(shares >= tolerance) & (shares <= 1)]

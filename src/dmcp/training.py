@@ -166,6 +166,8 @@ def train(
     if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
     world, device, checkpointer = current(), device_of(model), runtime.checkpointer
+    if teacher is not None and not runtime.name:  # prune warns before the search
+        losses.warn_of_distillation(task.loss, "The network learns from the teacher's", "leave the teacher out")
     large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
     resolved = runtime.resolve(model, task, config.epochs * length_of(loader), large)
     guides = nn.ModuleList([] if teacher is None else [teacher])

@@ -30,6 +30,8 @@ class ChannelSpace:
 
         None: of 16, which processors like, or of 8, 4, 2 or 1, so that at least eight widths are left.
         """
+        if align is not None and not (isinstance(align, int) and align >= 1):
+            raise WidthsError(f"align must be an int from 1 up, not {align!r}.")
         steps = [it // math.gcd(it, self.unit) for it in ((16, 8, 4, 2) if align is None else (align,))]
         return steps[0] if align else next((step for step in steps if self.size >= 8 * step), 1)
 

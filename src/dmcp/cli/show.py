@@ -17,7 +17,6 @@ from torch import nn
 
 from dmcp import exporting, progress, sampling
 from dmcp.batches import Loader, generator
-from dmcp.budget import check_reachable, parse
 from dmcp.cli import session
 from dmcp.cli.config import RunConfig, read_config
 from dmcp.cli.session import build, log, print_json, result_facts, trace_job
@@ -31,7 +30,6 @@ from dmcp.report.html import make_page, percent
 from dmcp.results import compare, results_table, score
 from dmcp.runs import EXPORTED, INPUT, SEARCH, Run, list_runs, load_search, read_json, read_run, read_runs, read_widths
 from dmcp.runtime.io import plain
-from dmcp.searching.config import extremes
 from dmcp.settings import LatencyConfig
 from dmcp.storage import WIDTHS, load
 from dmcp.tracing.cost import show_bytes
@@ -196,11 +194,9 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: b
     found = load_search(run, graph)
     graph = found.graph  # with the run's table of latency, if it has one
     if budget:
-        wanted = parse(budget, graph)
-        check_reachable(wanted, graph, *extremes(graph, found.sizes))
-        if wanted.limits != found.budget.limits:
-            log(f"The search was for {found.budget.text}: its widths are scaled to {budget}, not searched again.")
-        found = replace(found, budget=wanted)
+        searched, found = found.budget, found.with_budget(budget)
+        if searched.limits != found.budget.limits:
+            log(f"The search was for {searched.text}: its widths are scaled to {budget}, not searched again.")
     samples = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
     kind = "-".join(filter(None, ("direct" if direct else "expected", re.sub(r"[^\w%.]+", "-", budget))))
     files = {out / f"{kind}{f'-{number}' if direct else ''}.json": it for number, it in enumerate(samples, 1)}

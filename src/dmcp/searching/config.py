@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from dmcp.budget import Budget
+from dmcp.budget import Budget, check_reachable, parse
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, Process
 from dmcp.runtime.distributed import World, mean_values
@@ -112,6 +112,12 @@ class SearchResult:
     align: int | None = None
     log: tuple[SearchRecord, ...] = ()
     process: Process = CHAIN
+
+    def with_budget(self, budget: int | float | str | Budget) -> SearchResult:
+        """The same distribution for another budget: widths are scaled to that, not searched again."""
+        wanted = parse(budget, self.graph)
+        check_reachable(wanted, self.graph, *extremes(self.graph, self.sizes))
+        return replace(self, budget=wanted)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,6 @@ def search(
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
     world, device, checkpointer = current(), device_of(net), runtime.checkpointer
-    if task.loss is not None and config.distill and (config.warmup_epochs or config.train_weights) and world.first:
-        warn_of_distillation("The sub-networks learn from the full network's", "set distill=False in the SearchConfig")
     steps = config.epochs * -(-length_of(loader) // config.accumulate)
     resolved = runtime.resolve(net.model, task, steps, large=net.graph.macs() >= LARGE)
     with seeded(config.seed, device, world), resolved.running(net.model), uncounted(net.model):
@@ -97,8 +95,16 @@ class Searcher:
         engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
     ) -> None:
         self.net, self.config, self.world = net, config, current()
-        if config.warmup_epochs or config.train_weights or not torch.is_grad_enabled():
+        if steps_per_epoch < 1:
+            raise TrainingError(
+                f"steps_per_epoch must be at least 1, not {steps_per_epoch}: has the loader no batches?"
+            )
+        trains = config.warmup_epochs or config.train_weights
+        if trains or not torch.is_grad_enabled():
             check_trainable(net.model)
+        if trains and config.distill:
+            who, remedy = "The sub-networks learn from the full network's", "set distill=False in the SearchConfig"
+            warn_of_distillation(task.loss, who, remedy)
         self.budget, self.chain = reach(net, config)
         self.per_epoch = steps_per_epoch
         self.total, self.warmup = steps_per_epoch * config.epochs, steps_per_epoch * config.warmup_epochs
@@ -136,7 +142,8 @@ class Searcher:
     def arch_loss(self, batch: Any) -> Tensor:
         """Of the same step: the loss of the soft network and of the budget, with a gradient of the alphas alone."""
         if not self.moves_alphas:
-            raise TrainingError(f"Step {self.at} is in the warm-up: call arch_loss only if searcher.moves_alphas.")
+            why = "weight_loss(batch) begins a step" if self.at < 0 else f"Step {self.at} is in the warm-up"
+            raise TrainingError(f"{why}: call arch_loss after it, and only if searcher.moves_alphas.")
         alpha = self.net.alpha
         before, alpha.grad = alpha.grad, None
         seen = arch_gradient(self.setup, [batch])

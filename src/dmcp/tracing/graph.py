@@ -132,8 +132,10 @@ class ChannelGraph:
         known = [space.name for space in self.spaces]
         for name in kept:
             if name not in known:
-                near = ", ".join(difflib.get_close_matches(str(name), known, n=3)) or "graph.spaces lists them"
-                raise WidthsError(f"There is no space named {name!r}; did you mean: {near}?")
+                tied = [space.name for space in self.spaces if name in space.writers]
+                near = ", ".join(tied or difflib.get_close_matches(str(name), known)) or "graph.spaces lists them"
+                hint = f"that layer is tied to {near}." if tied else f"did you mean: {near}?"
+                raise WidthsError(f"There is no space named {name!r}; {hint}")
 
     # -- cost
 
