@@ -121,7 +121,7 @@ def prune(
         and without a metric of your own all its labels are looked at.
     runtime: engine, checkpoints to resume from, and who hears of each step.
     """
-    kind, searches, specs = Retrain(retrain), check_method(method), _specs(search, budget)
+    kind, searches, specs = Retrain(retrain), check_method(method), read_specs(search, budget)
     loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
     Retraining(TrainConfig(), kind, None if teacher == AUTO else teacher)  # refuses a teacher that is of no use
     guide = copied(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None
@@ -162,11 +162,9 @@ def prune(
     if teacher is not None or kind is Retrain.SLIMMABLE:
         remedy = 'leave the teacher out, and take retrain="scratch" or "finetune"'
         warn_of_distillation(task.loss, "The pruned network learns from another one's", remedy)
-    graph = _with_latency(model, graph, sample, specs, config, latency, runtime)
+    graph, clock = with_latency(model, graph, sample, specs, config, latency, runtime)
     others = _baselines(baselines, original=trained or own) - {method, UNIFORM if method == "l2" else ""}
     budgets = read_budgets(specs, graph, *reachable(graph, config))
-    table = Latency.of(graph)
-    clock = clock_of(table, sample, None if isinstance(latency, Latency) else latency) if table else None
     work = Work(model, graph, budgets, others, method, config, how, loaders, task, runtime, clock).identified()
     plan(work.phases(val_loader))
     before = trained_before(model, ORIGINAL in others, None if own else guide)
@@ -191,7 +189,7 @@ def prune(
 # what was asked for
 
 
-def _specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> list[Spec]:
+def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> list[Spec]:
     """The budgets, at least one; with settings of the search and a list, these say what is searched for."""
     if not isinstance(budget, str | int | float | Budget | None):
         if not budget:
@@ -437,7 +435,7 @@ def _folder(runtime: Runtime, name: str = "") -> Path | None:
     return runtime.checkpointer.stage(f"{SEARCH} {name}".strip()).folder if runtime.checkpointer else None
 
 
-def _with_latency(
+def with_latency(
     model: nn.Module,
     graph: ChannelGraph,
     sample: Any,
@@ -445,18 +443,22 @@ def _with_latency(
     config: SearchConfig,
     latency: Latency | Measure | None,
     runtime: Runtime,
-) -> ChannelGraph:
-    """The graph with a latency table if a budget needs one: the given one, that of an earlier run, or a new one."""
-    table = latency if isinstance(latency, Latency) else None
+) -> tuple[ChannelGraph, Clock | None]:
+    """The graph with a latency table if a budget needs one: the given one, that of an earlier run, or a new one.
+
+    And what measures as the table was measured, if that is here.
+    """
+    table, measure = (latency, None) if isinstance(latency, Latency) else (None, latency)
     spec = next(filter(limits_latency, specs), specs[0])
 
     def measure_first() -> Latency:
-        measure = None if isinstance(latency, Latency) else latency
         found = time_networks(model, sample, graph, replace(config, budget=spec), measure=measure)
         runtime.emit(LATENCY, len(found.networks), found)
         return found
 
-    return attach_latency(graph, spec, measure_first, table, _folder(runtime))
+    graph = attach_latency(graph, spec, measure_first, table, _folder(runtime))
+    table = Latency.of(graph)
+    return graph, clock_of(table, sample, measure) if table else None
 
 
 def time_networks(

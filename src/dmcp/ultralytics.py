@@ -3,55 +3,70 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from ultralytics.engine.model import Model
 from ultralytics.nn.modules import C2f
+from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import unset_deterministic
 
-from dmcp.budget import Budget
 from dmcp.calibration import recalibrate
-from dmcp.cutting import cut, verify
-from dmcp.errors import TrainingError
-from dmcp.sampling import expected
-from dmcp.searching.search import search as search_widths
-from dmcp.settings import Retrain, SearchConfig, defaults
-from dmcp.supernet import Supernet
+from dmcp.cutting import verify
+from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.latency import Latency, Measure
+from dmcp.progress import showing
+from dmcp.pruning import Loaders, Spec, Work, check_budget, reachable, read_budgets, read_specs, with_latency
+from dmcp.results import DMCP
+from dmcp.retraining import Retraining
+from dmcp.settings import Retrain, SearchConfig, TrainConfig, defaults
 from dmcp.tracing.trace import trace
 from dmcp.training import Runtime, Task
 
+_PRUNED = "This YOLO is pruned: dmcp.ultralytics.train(yolo, ...) trains it, yolo.train(...) would build the full one."
+
 
 class Predictions(nn.Module):
-    """What the loss reads of a model's output; of the features beside it only the size matters."""
+    """A model with the same modules that gives what the loss reads; of the features beside it only the size matters."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        self.__dict__.update(model.__dict__)
+        self.__class__ = type("Predictions", (Predictions, type(model)), {})  # not around it: names stay as they are
 
     def forward(self, x: Tensor) -> Any:
-        output = self.model(x)
+        output = super().forward(x)
         return _without_features(output[1] if not self.training and isinstance(output, tuple) else output)
 
 
 def prune(
     yolo: Any,
-    budget: int | float | str | Budget = "50%",
+    budget: Spec | None = None,
     *,
     epochs: int | None = None,
     search: SearchConfig | None = None,
+    ignore: Iterable[str] = (),
+    latency: Latency | Measure | None = None,
     runtime: Runtime = Runtime(),
     **settings: Any,
 ) -> Any:
     """A smaller YOLO of the same class, inside the budget, for `train`; the given one is not changed.
 
-    epochs: passes over the data in the search, if its settings are not given by `search`.
+    Its `widths` are the channels of each space, by name.
+    budget, search, latency, runtime: as in `dmcp.prune`, but one budget.
+    epochs: passes over the data in the search.
+    ignore: modules of `yolo.model` or spaces, by name, whose channels are not pruned.
     settings: those of Ultralytics' own `train`: data, imgsz, batch, device, workers, ...
     """
+    specs, keeping = read_specs(search, budget), _keeping(yolo)
     overrides = {**yolo.overrides, "plots": False, "amp": False, **settings, "task": yolo.task, "mode": "train"}
-    trainer = _keeping(yolo)(overrides=overrides)
+    if len(specs) > 1:
+        raise BudgetError(f"A YOLO is pruned for one budget, not {len(specs)}: call prune for each.")
+    if not overrides.get("data"):
+        raise DataError('The search needs data: give data="coco8.yaml", or what else Ultralytics trains on.')
+    trainer = keeping(overrides=overrides)
     given = copy.deepcopy(yolo.model)
     trainer.model = trainer.get_model(cfg=given.yaml, weights=given)
     trainer._setup_train()
@@ -59,7 +74,7 @@ def prune(
     model, batches = Predictions(trainer.model).train(), _Batches(trainer)
     trained, size = bool(yolo.ckpt), trainer.batch_size
     config = search or replace(
-        defaults(budget, Retrain.FINETUNE, trained=trained, images=len(batches) * size, batch=size).search,
+        defaults(specs[0], Retrain.FINETUNE, trained=trained, images=len(batches) * size, batch=size).search,
         distill=False,
         lr=2e-4 if trained else 1e-3,
         min_lr=2e-5 if trained else 1e-4,
@@ -67,27 +82,38 @@ def prune(
     )
     config = config if epochs is None else replace(config, epochs=epochs)
     first = next(iter(batches))["input"][:2]
-    graph = trace(model, first)
+    graph = trace(model, first, ignore)
     verify(model, graph, first)
-    net = Supernet(model, graph, config.groups, config.align)
-    task = Task(loss=_loss(trainer.model), optimizer=torch.optim.AdamW)
-    found = search_widths(net, batches, config, task=task, runtime=runtime)
-    small: Any = cut(net.model, graph, expected(found))
+    task, loaders = Task(loss=_loss(trainer.model), optimizer=torch.optim.AdamW), Loaders(search=batches)
+    how = Retraining(TrainConfig(), Retrain.NONE)
+    with showing(runtime.progress, lines=True):
+        graph, clock = with_latency(model, graph, first, specs, config, latency, runtime)
+        [(name, wanted)] = read_budgets(specs, graph, *reachable(graph, config)).items()
+        work = Work(model, graph, {name: wanted}, set(), DMCP, config, how, loaders, task, runtime, clock).identified()
+        found = work.search()[1][name]
+    small, widths = found.cut(graph), found.choice.widths
+    check_budget(small, widths, graph, wanted)
     recalibrate(small, batches)
     result = copy.copy(yolo)
     result._modules = {}  # a copy shares them
-    result.model, result.predictor, result.trainer = _finished(small.model), None, None
+    small.__class__ = type(trainer.model)
+    result.model, result.predictor, result.trainer, result.widths = _finished(small), None, None, widths
     result.ckpt, result.overrides = {"model": result.model}, dict(yolo.overrides)
+    LOGGER.info(f"Pruned from {graph.macs():,} to {graph.macs(widths):,} MACs.")
+    if found.latency is not None:
+        LOGGER.info(found.latency.text)
     return result
 
 
 def train(yolo: Any, **settings: Any) -> Any:
-    """`yolo.train(...)` of a pruned YOLO, which would be built anew in its full size without this."""
+    """`yolo.train(...)` of a pruned YOLO, which keeps its widths."""
     return yolo.train(trainer=_keeping(yolo), **settings)
 
 
 def _keeping(yolo: Any) -> Any:
     """The trainer of the YOLO's task, but for a pruned model, which stays as it is."""
+    if not isinstance(yolo, Model) or not isinstance(yolo.model, nn.Module):
+        raise TrainingError(f'A YOLO with its weights is needed, like YOLO("yolo11n.pt"), not {str(yolo)[:60]!r}.')
     pruned = getattr(yolo.model, "pruned", False)
     return type("Keeping", (_Keeping, yolo._smart_load("trainer")), {"pruned": pruned})
 
@@ -157,4 +183,5 @@ def _finished(model: Any) -> Any:
         if isinstance(part, C2f):
             part.c = part.cv1.conv.out_channels // 2
     model.pruned, model.criterion = True, None
+    model.yaml = {**model.yaml, "scales": model.yaml.get("scales") or {"": ()}, "scale": _PRUNED}  # a KeyError says it
     return model.eval()

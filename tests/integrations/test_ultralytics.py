@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_models(name: str, part: bool, tmp_path: Path) -> None:
     assert {it.dtype for it in copy.deepcopy(small).half().to("cpu").parameters()} == {torch.half}
     dmcp.save(small, widths, tmp_path / "saved")
     again = dmcp.load(tmp_path / "saved", outputs(build(name).model.double(), part)).float()
-    yolo.model = again.model if part else again
+    yolo.model, again.__class__ = again, type(yolo.model)
     assert shapes_of(yolo.model) == shapes_of(small)
     assert len(yolo.predict(torch.rand(1, 3, 64, 64), verbose=False, device="cpu")) == 1
 
@@ -125,6 +126,29 @@ def test_a_trained_model_is_pruned_twice(tmp_path: Path) -> None:
     for wrong in ({"data": str(other)}, {"pretrained": False}):
         with pytest.raises(dmcp.TrainingError):
             train(smaller, epochs=1, **settings | wrong)
+
+
+def milliseconds(model: nn.Module) -> float:
+    return sum(shape.numel() for shape in shapes_of(model)) / 1e6
+
+
+def test_names_reports_and_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = SETTINGS | {"data": str(shapes.write(tmp_path))}
+    yolo, config = YOLO("yolov8n.yaml"), dmcp.SearchConfig(budget="60%", epochs=1, distill=False)
+    bound = replace(config, min_channels={"model.1": 32})
+    small = prune(yolo, search=bound, ignore=["model.0"], **settings)
+    assert small.model.model[0].conv.out_channels == 16 and "model.0.conv" not in small.widths
+    assert small.model.model[1].conv.out_channels == small.widths["model.1.conv"] == 32
+    assert f" to {macs(small.model):,} MACs" in caplog.text
+    small.save(tmp_path / "pruned.pt")
+    with pytest.raises(KeyError, match="train"):  # by Ultralytics, which would build the full network
+        YOLO(tmp_path / "pruned.pt").train(epochs=1, **settings)
+    faster = prune(yolo, "latency:90%", epochs=1, latency=milliseconds, **settings)
+    assert milliseconds(faster.model) <= 0.9 * milliseconds(yolo.model)
+    wrong: list[tuple[Any, dict[str, Any]]] = [(yolo, {"budget": "30%", "search": config}), ("yolov8n.yaml", {})]
+    for given, options in [*wrong, (yolo, {"budget": ["60%", "50%"]}), (yolo, {"data": None})]:
+        with pytest.raises(dmcp.DmcpError):
+            prune(given, **settings | options)
 
 
 @pytest.mark.parametrize(("name", "task"), [("yolo11n-seg", "segment"), ("yolo11n-pose", "pose")])
