@@ -137,7 +137,9 @@ def nan() -> nn.Module:
     [
         (Toy(lambda self, x: x.reshape(2, -1)), "net.pt2", dmcp.TraceError, "cannot take"),
         (Toy(lambda self, x: self.meta(x), meta=nn.Conv2d(1, 2, 3)), "net.pt2", dmcp.TraceError, "of meta"),
-        pytest.param(Toy(lambda m, x: x.matrix_exp()), "net.onnx", dmcp.TraceError, "matrix_exp", marks=needs_onnx),
+        pytest.param(
+            Toy(lambda m, x: x.matrix_exp()), "net.onnx", dmcp.TraceError, "No .*matrix_exp", marks=needs_onnx
+        ),
         (nan(), "net.pt2", dmcp.FileError, "not the same"),
         (nn.Conv2d(1, 2, 3), "net.pt", dmcp.FileError, "suffix"),
         (nn.Conv2d(1, 2, 3), "none/net.pt2", dmcp.FileError, "no folder"),

@@ -17,7 +17,7 @@ import dmcp
 from dmcp.batches import generator
 from dmcp.losses import classification_loss
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED
-from dmcp.retraining import DivergenceWarning, Retraining, TeacherWarning, train_all
+from dmcp.retraining import DivergenceWarning, Retraining, TeacherWarning, catch_up, train_all
 from dmcp.searching.steps import Setup, weight_step
 from dmcp.searching.subnets import chains
 from dmcp.settings import Retrain, TrainConfig
@@ -65,6 +65,26 @@ def test_a_training_that_diverges_is_warned_of() -> None:
     with pytest.warns(DivergenceWarning, match="'dmcp' went wrong") as found:
         train_all(model, graph, {DMCP: graph.full}, Noise(), Retraining(wild))
     assert [it.filename for it in found] == [__file__]
+
+
+class Eval(nn.BatchNorm2d):
+    def train(self, mode: bool = True) -> Eval:
+        return super().train(False)
+
+
+@pytest.mark.parametrize(
+    ("norm", "epochs", "calibrates"), [(nn.BatchNorm2d, 1, 1), (nn.BatchNorm2d, 15, 0), (Eval, 1, 0)]
+)
+def test_norms_catch_up_after_few_steps(norm: type[nn.Module], epochs: int, calibrates: bool) -> None:
+    """Not after many, nor if one stays in eval mode; whatever torch's global seed is."""
+    net, found = nn.Sequential(nn.Conv2d(3, 4, 1), norm(4)), list[Any]()
+    images = torch.randn(15, 3, 4, 4, generator=generator(0))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, images), 2, True, drop_last=True)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        catch_up(one := copy.deepcopy(net), loader, TrainConfig(epochs=epochs))
+        found.append(state(one))
+    assert same(*found) and same(found[0], state(net)) != calibrates
 
 
 # teachers

@@ -12,13 +12,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.batches import Loader, device_of, generator, length_of
 from dmcp.calibration import recalibrate
-from dmcp.checkpoint import untouched
+from dmcp.checkpoint import seeded, untouched
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
 from dmcp.losses import Metric, classification_loss, distillation_loss, warn
-from dmcp.modules import narrow, tensors_in, unwrap
+from dmcp.modules import kept_modes, narrow, tensors_in, unwrap
 from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence
-from dmcp.runtime.distributed import current, share_tensors
+from dmcp.runtime.distributed import current, gather, share_tensors
 from dmcp.runtime.engine import pads
 from dmcp.settings import Engine, Retrain, TrainConfig
 from dmcp.supernet import Supernet
@@ -103,8 +103,7 @@ def train_all(
             steps = train(net, loader, how.config, task=task, runtime=own, teacher=guide)
             if twin:
                 twin.give_back()
-            if how.config.epochs * length_of(loader) < _FEW_STEPS:
-                calibrated(small, loader)
+            catch_up(small, loader, how.config)
             if teacher == UNPRUNED:
                 teacher = small
         if text := divergence(name, [step.loss for step in steps]):
@@ -117,6 +116,18 @@ def calibrated(small: nn.Module, loader: Loader) -> nn.Module:
     with untouched(loader, device_of(small)):
         recalibrate(small, loader)
     return small
+
+
+def catch_up(small: nn.Module, loader: Loader, config: TrainConfig) -> None:
+    """After a training of few steps, calibrate BatchNorms, whose running statistics lag behind the weights.
+
+    Not in a network that keeps one of them in eval mode: its weights were trained with the statistics as they are.
+    """
+    if config.epochs * min(gather(length_of(loader), current())) < _FEW_STEPS:
+        with kept_modes(small), seeded(config.seed, device_of(small), current()):
+            small.train()
+            if all(norm.training for norm in small.modules() if isinstance(norm, _NormBase)):
+                calibrated(small, loader)
 
 
 def _train_slimmable(

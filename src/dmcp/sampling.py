@@ -226,7 +226,7 @@ def _exchange(
     few = math.prod(counts) <= _AT_ONCE
     step = torch.eye(len(counts), dtype=torch.int64)
     moves = (step[:, None] - step).flatten(end_dim=1)  # (S * S, S), also no move at all
-    best, must = float("inf"), TOLERANCE if tolerance <= FILLED else tolerance
+    best, must = float("inf"), min(TOLERANCE, tolerance) if tolerance <= FILLED else tolerance
     while True:
         trials = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)) if few else places + moves
         trials = trials[((trials >= 0) & (trials <= options.last)).all(dim=1)]

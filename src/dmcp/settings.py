@@ -260,7 +260,7 @@ def defaults(
     trained: bool,
     images: int,
     batch: int,
-    epochs: int = 0,  # of the training, if they are given
+    steps: int = 0,  # of the training, if its epochs are given
     own_loss: bool = False,  # then outputs may be no class scores, and nothing is distilled
 ) -> Defaults:
     """Settings for so many training images in batches of this size; `trained`: the network is, on such data."""
@@ -270,7 +270,7 @@ def defaults(
         rates = f"twice the paper's, which suits {images:,} images"
         train, search = replace(train, **_FEW_TRAIN), search if trained else replace(search, **_FEW_SEARCH)
     gentle = trained and retrain in _KEEPING
-    if gentle and 0 < epochs * images < _MIN_STEPS * batch:  # REPORT.md, "short"
+    if gentle and 0 < steps < _MIN_STEPS:  # REPORT.md, "short"
         rates = f"the paper's, since fewer than {_MIN_STEPS} steps from trained weights must be small"
         train = replace(train, lr=TrainConfig.lr, warmup_lr=TrainConfig.warmup_lr)
     known = "the network is trained: small steps keep what it knows"

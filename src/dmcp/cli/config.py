@@ -182,8 +182,8 @@ def settle(
         return config, {}
     batch, reason = settings.default_batch(images, macs)
     batch = typed.get("batch", batch)
-    sizes = {"images": images, "batch": batch, "epochs": typed.get("epochs", 0)}
-    usual = settings.defaults("50%", config.retrain, trained=trained, **sizes)
+    steps = typed.get("epochs", 0) * -(-images // (typed.get("train_batch") or batch))
+    usual = settings.defaults("50%", config.retrain, trained=trained, images=images, batch=batch, steps=steps)
     searches, trains = config.search and config.method == "dmcp", config.retrain is not Retrain.NONE
     known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr", "weight_decay"))}
     why = {"batch": (batch, reason), **usual.why}

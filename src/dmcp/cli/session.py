@@ -489,7 +489,7 @@ def _start(run: Run, job: Job) -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,  # which also names its CUDA
-        **{name: it.version for name in ("torchvision", "numpy") for it in distributions(name=name)},
+        **{name: it.version for name in ("torchvision", "numpy") for it in [*distributions(name=name)][:1]},
         "device": device_name(str(device_of(job.model))),
         "threads": torch.get_num_threads(),
         "processes": current().size,

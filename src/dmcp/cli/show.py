@@ -93,9 +93,13 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
         raise FileError(f"--out: {out} is a folder: name a file.")
     with tempfile.TemporaryFile(dir=Path(out).parent if out else None):
         pass  # what cannot be written is refused before anything is measured
+    if config.data and classes:
+        raise DmcpError("--classes: the data say how many there are: leave it out.")
     data = load_data(config.data) if config.data else None
     net = build(config, data.classes if data else classes)
     sample, *_ = session.sample_shape(config, net, data)
+    if data:
+        session.sized(data, config.data, sample)  # refuses what they cannot have
     graph, net = trace_job(config, net, sample), net.to(session.place_of(config))
     example = torch.randn(1, *sample, generator=generator(0))
     found = measure_latency(net, example, graph, how)

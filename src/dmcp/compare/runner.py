@@ -32,7 +32,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.exporting import blaming
 from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, compare
-from dmcp.retraining import Retraining, train_all
+from dmcp.retraining import Retraining, catch_up, train_all
 from dmcp.runs import CHECKPOINTS, PREPARED, SETTINGS, Run, read_json
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_tensors, read_bytes
@@ -377,6 +377,7 @@ class OneRun:
             nets[name] = cut(choice.model, self.job.graph, choice.kept)
         if own is Own.FINETUNED:
             train(nets[name], self.loader, it.tuning, runtime=self.runtime.stage(name))
+            catch_up(nets[name], self.loader, it.tuning)
         return nets
 
     def _tested(self, nets: dict[str, nn.Module], widths: Widths) -> tuple[Row, ...]:
