@@ -182,7 +182,7 @@ def settle(
         return config, {}
     batch, reason = settings.default_batch(images, macs)
     batch = typed.get("batch", batch)
-    steps = typed.get("epochs", 0) * -(-images // (typed.get("train_batch") or batch))
+    steps = typed.get("epochs", 0) * -(-images // max(1, typed.get("train_batch") or batch))
     usual = settings.defaults("50%", config.retrain, trained=trained, images=images, batch=batch, steps=steps)
     searches, trains = config.search and config.method == "dmcp", config.retrain is not Retrain.NONE
     known = {*typed, *(() if searches else _SEARCHED), *(() if trains else ("epochs", "lr", "weight_decay"))}
