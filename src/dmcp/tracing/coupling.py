@@ -69,6 +69,7 @@ class Literal:
     argument: str
     position: int | None  # where in the list, if the argument is one
     layout: Layout
+    from_end: bool = False  # the number is negative: it counts from the end of a dim
 
 
 @dataclass
@@ -182,11 +183,11 @@ class Call:
         assert out is not None
         self.facts.costs.append(OpCost(self.path, kind, coefficient, dims, out))
 
-    def follows(self, argument: str, layouts: Iterable[Layout]) -> None:
-        """State that an argument's numbers are the sizes of these dims."""
+    def follows(self, argument: str, layouts: Iterable[Layout], from_end: bool = False) -> None:
+        """State that an argument's numbers are the sizes of these dims, or minus them if counted from the end."""
         single = not isinstance(self[argument], (list, tuple))
         self.facts.literals.setdefault(self.number, []).extend(
-            Literal(argument, None if single else position, layout) for position, layout in enumerate(layouts)
+            Literal(argument, None if single else position, layout, from_end) for position, layout in enumerate(layouts)
         )
 
     def describes(self, **attributes: Dims) -> None:

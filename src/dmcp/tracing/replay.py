@@ -149,7 +149,11 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             value = arguments[literal.argument]
             if literal.position is not None:
                 value = value[literal.position] if literal.position < len(value) else -1
-            if value not in (-1, self.size(literal.layout)):
+            if literal.from_end:
+                value = -value
+            elif value == -1:  # torch fills in what is left
+                continue
+            if value != self.size(literal.layout):
                 yield literal, value
 
     def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:

@@ -380,6 +380,8 @@ def slice_(call: Call) -> list[Dims]:
     pieces = call.channels.divide(call.x.dims[dim], [start, out_size, size - start - out_size])
     if start and call["start"] > 0:
         call.follows("start", pieces[:1])
+    elif start:  # y[:, -8:-4] begins where it should only if no channel behind it is dropped
+        call.follows("start", [(*pieces[1], *pieces[2])], from_end=True)
     elif not start and isinstance(call["end"], int) and 0 < call["end"] < size:
         call.follows("end", pieces[1:2])
     return [_replaced(call, dim, pieces[1])]
