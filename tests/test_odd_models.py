@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import distance
+from nets import Toy, distance
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,7 +76,25 @@ def with_indices(self: Any, y: Tensor) -> Tensor:
     return self.third(y) + places.sum(1, keepdim=True) / 100
 
 
+def counted_from_the_end(self: Any, x: Tensor) -> Tensor:
+    y = torch.cat([x.repeat(1, 4, 1, 1), self.behind(x)], dim=1)
+    return self.head(F.relu(self.part(y[:, -8:-4]) + self.whole(y)).mean((2, 3)))
+
+
+class Kind(Tensor):
+    """A subclass of Tensor as others write it; what torch computes from it is a Kind, too."""
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
+    "a subclass of Tensor at the end": lambda: Odd(plain, lambda y: y.as_subclass(Kind)),
+    "a subclass of Tensor inside": lambda: Odd(lambda self, y: self.third(2 * y.as_subclass(Kind))),
+    "channels counted from the end, others behind them": lambda: Toy(
+        counted_from_the_end,
+        behind=nn.Conv2d(3, 4, 1),
+        part=nn.Conv2d(4, 6, 1),
+        whole=nn.Conv2d(16, 6, 1),
+        head=nn.Linear(6, 10),
+    ),
     "a module under several names, a weight in two modules": Repeated,
     "an object": lambda: Odd(plain, lambda y: SimpleNamespace(logits=y)),
     "an object that holds itself, beside logits": lambda: Odd(plain, lambda y: (y, knot(y))),
@@ -147,11 +165,83 @@ def test_verify_takes_other_inputs() -> None:
         assert dmcp.verify(model, graph, x.half()) == 0
         with pytest.raises(dmcp.CutError):
             dmcp.verify(model, graph, torch.randn(1, 3, 16, 16))
-    model = Odd(lambda self, y: (y.requires_grad and y.register_hook(lambda it: it / it.shape[1]), self.third(y))[1])
+    model = HIDDEN["gradients divided by a width"]()
     with pytest.raises(dmcp.CutError, match="gradients"):
-        dmcp.verify(model, dmcp.trace(model, x), x)
+        dmcp.verify(model, dmcp.trace(model, x, verify=False), x)
     model = Odd(lambda self, y: F.conv2d(self.third(y), blur))  # not in float64
     assert dmcp.verify(model, dmcp.trace(model, x), x) < 1e-5
+
+
+def test_an_input_of_a_subclass_is_traced_as_its_values_are() -> None:
+    model, x = Odd(plain), torch.randn(2, 3, 12, 12)
+    graph = dmcp.trace(model, x.as_subclass(Kind))
+    assert graph.summary() == dmcp.trace(model, x).summary()
+
+
+class Sideways(torch.autograd.Function):
+    """Gives its input, and mixes the channels of the gradient."""
+
+    @staticmethod
+    def forward(_: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean(1, keepdim=True)
+
+
+HIDDEN: dict[str, Callable[[], nn.Module]] = {  # from the recording
+    "another way on the meta device": lambda: Odd(lambda self, y: self.third(y if y.is_meta else y.flip(1))),
+    "another way under a recorder": lambda: Odd(
+        lambda self, y: self.third(y if torch.utils._python_dispatch._get_current_dispatch_mode() else y.cumsum(1))
+    ),
+    "gradients mixed over channels": lambda: Odd(lambda self, y: self.third(Sideways.apply(y))),
+    "gradients divided by a width": lambda: Odd(
+        lambda self, y: (y.requires_grad and y.register_hook(lambda it: it / it.shape[1]), self.third(y))[1]
+    ),
+    "another way in train mode only": lambda: Odd(
+        lambda self, y: self.third(y.flip(1) if self.training and not y.is_meta else y)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_the_recording_does_not_see_is_left_unpruned(name: str) -> None:
+    model, x = HIDDEN[name](), torch.zeros(2, 3, 12, 12)
+    graph = dmcp.trace(model, x)
+    assert graph.verified and [space.name for space in graph.spaces] != []
+    assert "second" not in [space.name for space in graph.spaces]
+    assert "computes something else" in next(it.reason for it in graph.unprunable if it.name == "second")
+    unseen = dmcp.trace(model, x, verify=False)
+    assert not unseen.verified and "second" in [space.name for space in unseen.spaces]
+
+
+def test_zeros_hide_nothing_from_the_check() -> None:
+    """A last layer of zeros and an image of zeros would make all networks equal."""
+    model = HIDDEN["another way on the meta device"]()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.norm.weight)
+    assert "second" not in [space.name for space in dmcp.trace(model, torch.zeros(2, 3, 12, 12)).spaces]
+
+
+def test_random_layers_can_be_checked() -> None:
+    model = Odd(lambda self, y: self.third(F.dropout(F.rrelu(y, training=self.training), 0.5, self.training)))
+    noisy = Odd(lambda self, y: self.third(y + torch.randn_like(y)))
+    x = torch.randn(2, 3, 12, 12)
+    for net in (model, noisy):
+        before = torch.get_rng_state()
+        graph = dmcp.trace(net, x)
+        assert graph.verified and "second" in [space.name for space in graph.spaces]
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_refused_model_is_as_it_was() -> None:
+    model = Odd(plain).train()
+    model.middle = lambda _, y: model.third(model.norm(y))
+    before = model.norm.running_mean.clone()
+    with pytest.raises(dmcp.TraceError):
+        dmcp.trace(model, torch.randn(2, 3, 12, 12))
+    assert torch.equal(model.norm.running_mean, before) and model.norm.num_batches_tracked == 0
 
 
 def test_copies_that_would_not_stand_alone_are_refused() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dmcp.budget import parse as parse_budget
     from dmcp.calibration import recalibrate
     from dmcp.checkpoint import Checkpointer
-    from dmcp.cutting import cut, reinitialize, verify
+    from dmcp.cutting import cut, reinitialize
     from dmcp.errors import (
         BudgetError,
         CutError,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dmcp.tracing.graph import ChannelGraph
     from dmcp.tracing.rules import RULES
     from dmcp.tracing.trace import trace
+    from dmcp.tracing.verification import verify
     from dmcp.training import Event, Runtime, Task, evaluate, train
     from dmcp.widths import ChannelSpace, Widths
 
@@ -65,14 +66,15 @@ __all__ = [
 ]
 _NAMES = {  # module -> what it gives
     "budget": "Budget", "calibration": "recalibrate", "checkpoint": "Checkpointer",
-    "cutting": "cut reinitialize verify",
+    "cutting": "cut reinitialize",
     "errors": "BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError WidthsError",
     "exporting": "export quantize", "latency": "Latency measure_latency",
     "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune", "runs": "load_search",
     "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",
     "searching.search": "Searcher search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",
     "storage": "load save", "supernet": "Supernet", "tracing.graph": "ChannelGraph", "tracing.rules": "RULES",
-    "tracing.trace": "trace", "training": "Event Runtime Task evaluate train", "widths": "ChannelSpace Widths",
+    "tracing.trace": "trace", "tracing.verification": "verify",
+    "training": "Event Runtime Task evaluate train", "widths": "ChannelSpace Widths",
 }
 # fmt: on
 _PLACES = {name: (module, name) for module, names in _NAMES.items() for name in names.split()}

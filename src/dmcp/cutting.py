@@ -1,26 +1,20 @@
-"""Cut a model to given widths; verify, initialize or pad what was cut."""
+"""Cut a model to given widths; initialize or pad what was cut."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dmcp.batches import as_generator, device_of
-from dmcp.errors import CutError, WidthsError
+from dmcp.batches import as_generator
+from dmcp.errors import WidthsError
 from dmcp.importance import magnitude, strongest
-from dmcp.modules import Cut, call_model, index, map_leaves, narrow, tensors_in, unwrap
-from dmcp.supernet import Supernet
+from dmcp.modules import Cut, narrow, unwrap
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.layout import atoms_of
-from dmcp.tracing.trace import check_example
 from dmcp.widths import Widths, fingerprint
-
-_SAME, _CLOSE = 1e-6, 1e-2  # largest difference of two outputs, in float64 or less, that rounding explains
 
 Convs = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 RunningNorms = nn.modules.batchnorm._NormBase  # batch and instance norms, the ones with running statistics
@@ -48,78 +42,6 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: s
     small = narrow(model, graph.cuts(widths), graph.attributes(widths))
     graph.check(small, widths)
     return small
-
-
-def verify(
-    model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Mapping[str, Kept] | None = None
-) -> float:
-    """Compare the cut network with the gated one in eval mode, in float64 if it runs so; CutError if they differ.
-
-    Every cut checks shapes; this checks values, with gradients on and off, and gradients. The input may be another one
-    than was traced, such as a larger image. Widths are what `cut` takes; by default each space is cut to about two
-    thirds. Returns the largest difference of outputs, as a share of the largest one.
-    """
-    model = unwrap(model)
-    check_example(example_input)
-    home = torch.device("cpu") if device_of(model).type == "mps" else device_of(model)  # that has no float64
-    dtype: torch.dtype | None = torch.float64
-
-    def run(network: Callable[[Any], Any]) -> list[Tensor]:
-        def copied(leaf: Any) -> Any:  # a forward may write into it
-            real = torch.is_tensor(leaf) and leaf.is_floating_point()
-            return leaf.to(home, dtype if real else None, copy=True) if torch.is_tensor(leaf) else leaf
-
-        return tensors_in(network(map_leaves(copied, example_input)))
-
-    try:
-        run(partial(call_model, twin := narrow(model, {}, {}).to(home, dtype).eval()))
-    except Exception:  # float32 is written into its code
-        dtype, twin = None, narrow(model, {}, {}).to(home).eval()
-    widths = widths or graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
-    net, small = Supernet(twin, graph), cut(twin, graph, widths)
-    pairs = zip(graph.spaces, graph.kept(widths).values(), strict=True)
-    gates = torch.cat([torch.isin(torch.arange(space.size), stays) for space, stays in pairs]).to(home)
-    cuts, worst = graph.cuts(widths), 0.0
-    for grad in (False, True):
-        with torch.set_grad_enabled(grad):
-            gated = run(lambda x: net(x, gates))
-            try:
-                found = run(partial(call_model, small))
-                gaps, wide = [_gap(gated, found)], dict[str, Tensor]()
-                with contextlib.suppress(RuntimeError):  # some cannot be trained in eval mode
-                    wide = _gradients(net.model, gated)
-                kept = [index(tensor, cuts.get(name, ())) for name, tensor in wide.items()]
-                gaps.append(_gap(kept, _gradients(small, found).values() if kept else ()))
-            except Exception as error:
-                raise CutError(f"The cut network fails on this input, the gated one does not: {error}") from error
-        for what, gap in zip(("output", "gradients"), gaps, strict=True):
-            if not gap < (_SAME if dtype else _CLOSE):
-                raise CutError(
-                    f"The {what} of the cut network and of the gated one differ by {gap:.1e} of the largest number: "
-                    "something in this model's code escapes the trace, or is not finite. Name the layers concerned in "
-                    "trace(..., ignore=[...])."
-                )
-        worst = max(worst, gaps[0])
-    return worst
-
-
-def _gradients(model: nn.Module, outputs: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Of each parameter: that of the squares of the outputs."""
-    ends = [tensor.abs().square().sum() for tensor in outputs if tensor.requires_grad]
-    named = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad and ends}
-    found = torch.autograd.grad(ends, list(named.values()), allow_unused=True, materialize_grads=True) if ends else ()
-    return dict(zip(named, found, strict=True))
-
-
-def _gap(ones: Iterable[Tensor], others: Iterable[Tensor]) -> float:
-    """The largest difference, as a share of the largest number."""
-    gaps, largest = [0.0], 0.0
-    for pair in zip(ones, others, strict=True):
-        one, other = (it.detach() if it.is_complex() else it.detach().double() for it in pair)
-        if one.numel():
-            largest = max(largest, float(one.abs().max()))
-            gaps.append(float((one - other.reshape(one.shape)).abs().max()))
-    return float(torch.tensor(gaps, dtype=torch.float64).max()) / (largest or 1.0)  # NaN if one is
 
 
 # new weights

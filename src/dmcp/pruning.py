@@ -17,7 +17,7 @@ from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_l
 from dmcp.checkpoint import plain_settings
 from dmcp.compare.methods import Own, chooser, find_method
 from dmcp.compare.problem import Choice, Problem
-from dmcp.cutting import cut, verify, with_frozen
+from dmcp.cutting import cut, with_frozen
 from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
 from dmcp.latency import Clock, Latency, Measure, Outcome, attach_latency, choose, clock_of, measure_latency
 from dmcp.losses import MetricWarning, warn, warn_of_distillation
@@ -37,6 +37,7 @@ from dmcp.settings import AUTO, Engine, LatencyConfig, Retrain, SearchConfig, Tr
 from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
+from dmcp.tracing.verification import verify
 from dmcp.training import Runtime, Task
 from dmcp.widths import Widths, fingerprint
 
@@ -139,7 +140,7 @@ def prune(
     sample, plain, task = first_two(example), loaders.search, replace(task, metric=metric)
     with phase("trace", 1) as traced:
         graph = graph or trace(model, sample)
-        if graph.exact and searches:
+        if graph.exact and not graph.verified:
             verify(model, graph, sample)  # what is cut will be what was searched
         traced(1)
     if task.fresh is not None and fingerprint(unwrap(task.fresh)) != graph.fingerprint:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dmcp.errors import WidthsError
 from dmcp.markov import group_sizes, marginals
-from dmcp.modules import Cut, call_model, narrow, unwrap
-from dmcp.tracing.graph import ChannelGraph, GateFold
-from dmcp.tracing.layout import atoms_of
+from dmcp.modules import Cut, narrow, unwrap
+from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
+from dmcp.tracing.graph import ChannelGraph
 from dmcp.widths import Widths, fingerprint
 
 
@@ -32,9 +30,11 @@ class Supernet(nn.Module):
         model = unwrap(model)
         if fingerprint(model) != graph.fingerprint:
             raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
-        gated = {fold.tensor for fold in (*graph.hard_folds, *graph.soft_folds)}
-        if any(recording.recomputes or recording.keeps & gated for recording in graph.recordings):
-            raise WidthsError("Layers computed again in backward, or whose weights are kept, lose gates: end that.")
+        if graph.loses_gates:
+            raise WidthsError(
+                "This model recomputes layers in the backward pass (activation checkpointing), or keeps weights for "
+                "later runs, so gates would be lost. Turn that off for the search."
+            )
         self.model = narrow(model, {}, {})
         self.graph = graph
         spaces = [space.size for space in graph.spaces]
@@ -51,9 +51,9 @@ class Supernet(nn.Module):
         }
         for name, table in tables.items():
             self.register_buffer(name, table.to(device), persistent=False)
-        self._hard = _FoldTable(graph.hard_folds, spaces).to(device)
-        self._soft = _FoldTable(graph.soft_folds, spaces).to(device)
-        self._ties = _ties(self.model)
+        self._hard = FoldTable(graph.hard_folds, spaces).to(device)
+        self._soft = FoldTable(graph.soft_folds, spaces).to(device)
+        self._ties = shared_names(self.model)
 
     def weights(self) -> list[nn.Parameter]:
         """Parameters of the network."""
@@ -91,93 +91,12 @@ class Supernet(nn.Module):
     def unfolded(self) -> dict[str, Tensor]:
         """What `fold` gives for gates that are all open, without any computation."""
         tensors = {name: attrgetter(name)(self.model) for name in self._hard.names}
-        return _everywhere({name: tensor.view_as(tensor) for name, tensor in tensors.items()}, self._ties)
+        return under_all_names({name: tensor.view_as(tensor) for name, tensor in tensors.items()}, self._ties)
 
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
         table = self._hard if gates.dtype == torch.bool else self._soft
-        return _everywhere(table.fold(lambda name: attrgetter(name)(self.model), gates), self._ties)
-
-
-def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:
-    """Run a network with some of its tensors replaced.
-
-    A tensor that several modules share is named for each of them, a module with several names only once: torch's own
-    `tie_weights` replaces the tensors of such a module twice and never gives them back.
-    """
-    return call_model(lambda *args, **kwargs: functional_call(model, folded, args, kwargs, tie_weights=False), x)
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Tensors that several modules share: each further name, and the first one."""
-    first: dict[Tensor, str] = {}
-    further: dict[str, str] = {}
-    for path, module in model.named_modules():
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-            name = f"{path}.{leaf}" if path else leaf
-            if tensor is not None and first.setdefault(tensor, name) != name:
-                further[name] = first[tensor]
-    return further
-
-
-def _everywhere(tensors: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-    """The same tensors, also under the further names of those that modules share."""
-    return tensors | {name: tensors[first] for name, first in ties.items() if first in tensors}
-
-
-class _FoldTable(nn.Module):
-    """Spreads the gate vector over the dims of tensors: one gather for all of them."""
-
-    index: Tensor  # places in the gate vector. (depth, all dims)
-
-    def __init__(self, folds: tuple[GateFold, ...], sizes: list[int]) -> None:
-        super().__init__()
-        offsets = [0, *itertools.accumulate(sizes)]
-        tables = [_gate_index(fold, offsets) for fold in folds]
-        depth = max((len(table) for table in tables), default=1)
-        ones = [torch.full((depth - len(table), table.shape[1]), offsets[-1]) for table in tables]
-        rows = [torch.cat(pair) for pair in zip(tables, ones, strict=True)]
-        index = torch.cat(rows, dim=1) if rows else torch.zeros(1, 0, dtype=torch.int64)
-        self.register_buffer("index", index, persistent=False)
-        self.folds = [(fold.tensor, fold.dim) for fold in folds]
-        self.sizes = [table.shape[1] for table in tables]
-        self.names = list(dict.fromkeys(fold.tensor for fold in folds))
-
-    def fold(self, find: Callable[[str], Tensor], gates: Tensor) -> dict[str, Tensor]:
-        """Tensors multiplied by their gates, by name."""
-        extended = torch.cat([gates, gates.new_ones(1)])
-        factors = extended[self.index[0]]
-        for row in self.index[1:]:
-            factors = factors * extended[row]
-        folded: dict[str, Tensor] = {}
-        cast: dict[torch.dtype, tuple[Tensor, ...]] = {}
-        for place, (name, dim) in enumerate(self.folds):
-            tensor = folded[name] if name in folded else find(name)
-            if tensor.dtype not in cast:
-                cast[tensor.dtype] = torch.split(factors.to(tensor.dtype), self.sizes)
-            shape = [1] * tensor.ndim
-            shape[dim] = -1
-            folded[name] = tensor * cast[tensor.dtype][place].reshape(shape)
-        return folded
-
-
-def _gate_index(fold: GateFold, offsets: list[int]) -> Tensor:
-    """For each channel of a dim, the gates that multiply it; the last gate is always one. -> (D, n)"""
-    depth = max(len(atoms_of((segment,))) for segment in fold.layout)
-    columns: list[Tensor] = []
-    for segment in fold.layout:
-        rows = torch.zeros(0, 1, dtype=torch.int64)
-        count = 1
-        for axis in segment:
-            size = axis if isinstance(axis, int) else offsets[axis.index + 1] - offsets[axis.index]
-            rows = rows.repeat_interleave(size, dim=1)
-            if not isinstance(axis, int):
-                own = torch.arange(offsets[axis.index], offsets[axis.index + 1]).repeat(count)
-                rows = torch.cat([rows, own[None]])
-            count *= size
-        ones = torch.full((depth - len(rows), count), offsets[-1])
-        columns.append(torch.cat([rows.reshape(-1, count), ones]))
-    return torch.cat(columns, dim=1)
+        return under_all_names(table.fold(lambda name: attrgetter(name)(self.model), gates), self._ties)
 
 
 # one sub-network that is really narrow
@@ -202,7 +121,7 @@ class Narrow:
         self.skeleton = narrow(net.model, cuts, graph.attributes(outer))
         self.stem = stem
         skip(self.skeleton, stem)
-        self.ties = _ties(self.skeleton)
+        self.ties = shared_names(self.skeleton)
         device = net.position.device
         self.slices = {name: _slices(cut, device) for name, cut in cuts.items()}
         self.used = [] if at is None else _slices(graph.cut_value(at, outer), device)  # part of the stem's output
@@ -213,7 +132,7 @@ class Narrow:
         if outer != exact:
             pairs = zip(outer.values(), exact.values(), strict=True)
             self.gates = torch.cat([torch.arange(wide) < kept for wide, kept in pairs]).to(device)
-            self.folds = _FoldTable(graph.hard_folds, list(outer.values())).to(device)
+            self.folds = FoldTable(graph.hard_folds, list(outer.values())).to(device)
 
     def __call__(self, x: Any, h: Tensor | None = None) -> Any:
         """Run it; gradients go to the shared weights, and to what `part` gave of the stem's output."""
@@ -228,7 +147,7 @@ class Narrow:
             tensors |= self.folds.fold(narrow_ones.__getitem__, self.gates)
         if h is not None:
             tensors[given_name(self.stem)] = h if self.channels == h.shape[1] else _laid_out(_sliced(h, self.used), h)
-        return run_folded(self.skeleton, x, _everywhere(tensors, self.ties))
+        return run_folded(self.skeleton, x, under_all_names(tensors, self.ties))
 
     def part(self, h: Tensor) -> Tensor:
         """The channels of the stem's output that it uses as a tensor of their own, if they are the first ones."""

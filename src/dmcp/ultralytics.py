@@ -15,7 +15,6 @@ from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import unset_deterministic
 
 from dmcp.calibration import recalibrate
-from dmcp.cutting import verify
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.latency import Latency, Measure
 from dmcp.progress import showing
@@ -83,7 +82,6 @@ def prune(
     config = config if epochs is None else replace(config, epochs=epochs)
     first = next(iter(batches))["input"][:2]
     graph = trace(model, first, ignore)
-    verify(model, graph, first)
     task, loaders = Task(loss=_loss(trainer.model), optimizer=torch.optim.AdamW), Loaders(search=batches)
     how = Retraining(TrainConfig(), Retrain.NONE)
     with showing(runtime.progress, lines=True):

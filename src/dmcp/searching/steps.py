@@ -20,7 +20,8 @@ from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, autocast, make_op
 from dmcp.searching.config import extremes
 from dmcp.searching.subnets import Chains, find_stem, sample_gates
 from dmcp.settings import Precision, Sampling, SearchConfig
-from dmcp.supernet import Narrow, Supernet, run_folded
+from dmcp.supernet import Narrow, Supernet
+from dmcp.tracing.folds import run_folded
 from dmcp.training import parameter_groups
 
 Forward = Callable[[Any, Tensor], Any]  # a supernet on an input with gates

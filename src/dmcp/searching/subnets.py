@@ -19,7 +19,8 @@ from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, rand
 from dmcp.modules import narrow, tensors_in
 from dmcp.searching.config import bounds
 from dmcp.settings import Bound, Sampling
-from dmcp.supernet import Supernet, given_name, run_folded, skip
+from dmcp.supernet import Supernet, given_name, skip
+from dmcp.tracing.folds import run_folded
 from dmcp.tracing.record import Recording
 
 

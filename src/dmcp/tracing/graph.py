@@ -82,6 +82,7 @@ class ChannelGraph:
     _context: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
     extra: Mapping[str, Any] = field(default_factory=dict)  # costs that are measured, see `Latency.attach`
+    verified: bool = False  # whether a cut network was seen to compute what the gated one does
 
     @functools.cached_property
     def _polynomials(self) -> dict[str, Polynomial]:
@@ -234,6 +235,16 @@ class ChannelGraph:
         """The number of the space that each atom is."""
         return {atom: number for number, atom in enumerate(self._atoms)}
 
+    def atom_of(self, space: ChannelSpace) -> int:
+        """The atom that is the space."""
+        return self._atoms[self.spaces.index(space)]
+
+    @property
+    def loses_gates(self) -> bool:
+        """Whether layers are computed again in the backward pass, or their weights are kept for later runs."""
+        gated = {fold.tensor for fold in (*self.hard_folds, *self.soft_folds)}
+        return any(recording.recomputes or recording.keeps & gated for recording in self.recordings)
+
     def kept(self, widths: Mapping[str, Kept]) -> dict[int, Tensor]:
         """Indices that each atom keeps; a number means the first so many."""
         self._check_names(widths)
@@ -306,6 +317,7 @@ class ChannelGraph:
             *(f"{it.module}.{it.attribute} = {it.value} follows {it.follows}" for it in self.bindings),
             *(f"no channel rule for {name} ({count} times)" for name, count in self.unknown.items()),
             *(f"note: {note}" for note in self.notes),
+            "" if self.verified else "not verified: no cut network was compared with the gated one",
         ]
         return "\n".join(lines).rstrip()
 

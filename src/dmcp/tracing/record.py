@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from dmcp.errors import TraceError
-from dmcp.modules import call_model, leaves, map_leaves, narrow, on_meta, skeleton, tensors_in
+from dmcp.modules import batch_of, call_model, leaves, map_leaves, narrow, on_meta, skeleton, tensors_in
 
 aten = torch.ops.aten
 
@@ -226,6 +226,32 @@ def _write_number(tensor: Tensor, index: Any, number: float) -> None:
         tensor[index] = tensor.new_full((), number)
 
 
+def check_dense(*tensors: Tensor) -> None:
+    """Refuse tensors whose ops cannot be followed: those that are not plain memory, and those that dispatch by code."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise TraceError("A sparse, nested or quantized tensor, of the input or of the model, cannot be traced.")
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            kind = type(tensor).__name__
+            raise TraceError(f"A {kind} runs code of its own for every op, so it cannot be traced: use plain tensors.")
+
+
+def check_example(example: object, *others: Tensor) -> None:
+    """Refuse an input without tensors or samples, and tensors, also others, that are not dense."""
+    check_dense(*tensors_in(example), *others)
+    if not tensors_in(example) or batch_of(example) == 0:
+        raise TraceError("The example input must be a tensor, or a tuple or dict of them, whose dim 0 is the batch.")
+
+
+def _memory_of(tensor: Tensor) -> object:
+    """What two tensors share only if they are one value: storage, offset, shape and strides."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return object()  # it has no single storage
+    with torch._C.DisableTorchFunction():
+        where = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        return *where, tensor.shape, tensor.stride(), tensor.dtype
+
+
 class _HostAccess(TorchFunctionMode):
     """Notes numbers that become tensors, which the meta device would lose, and tensors that become numbers."""
 
@@ -254,6 +280,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording(model.training, grad)
         self._known: dict[int, int] = {}  # id of a tensor -> its value
+        self._in_memory: dict[object, int] = {}  # which part of which storage -> the value that lies there
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
         self._paused = self._making = False
         self.touched: set[int] = set()  # ids of tensors that were asked for anything
@@ -272,6 +299,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             recording.shapes.append(tuple(int(n) for n in tensor.shape))
             recording.dtypes.append(tensor.dtype)
             self._alive.append(tensor)
+            self._in_memory[_memory_of(tensor)] = self._known[id(tensor)]
         return self._known[id(tensor)]
 
     def _argument(self, leaf: Any) -> Any:
@@ -279,7 +307,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             return leaf
         if id(leaf) in self._elsewhere:
             raise TraceError(_ELSEWHERE)
+        if id(leaf) not in self._known and _memory_of(leaf) in self._in_memory:
+            # Another object for a known value, made where no op runs: a Tensor subclass wraps what each op returns.
+            self._known[id(leaf)] = self._in_memory[_memory_of(leaf)]
+            self._alive.append(leaf)
         if id(leaf) not in self._known:
+            check_dense(leaf)
             found = self._array(leaf)
             data = None if found is None else _digest(repr(found.shape).encode() + found.tobytes())
             since = Since(len(self.recording.ops), len(self.recording.reads), data)
@@ -374,6 +407,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _note_read(self, values: list[int], way: str, result: Any) -> None:
         self.recording.reads.append(Read(tuple(values), way, self.path[-1] or "the model", result))
+
+
+class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses ops on tensors of a model, so that a run of its copy cannot change the model itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._guarded = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(
+        self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._guarded.isdisjoint(map(id, leaves((args, kwargs)))):
+            raise TraceError(_ELSEWHERE)
+        return func(*args, **kwargs)
 
 
 _WORLD = threading.RLock()  # threads that trace wait for each other: random states and switches are everybody's

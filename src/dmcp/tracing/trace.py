@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -22,9 +23,21 @@ from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
 from dmcp.tracing.gates import Fold, plan_folds
 from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
 from dmcp.tracing.layout import Atom, fixed
-from dmcp.tracing.record import Func, Op, Recording, Ref, meta_example, record, record_anywhere, untouched_world
+from dmcp.tracing.record import (
+    Func,
+    Guard,
+    Op,
+    Recording,
+    Ref,
+    check_example,
+    meta_example,
+    record,
+    record_anywhere,
+    untouched_world,
+)
 from dmcp.tracing.replay import ReplayContext, Resolver
 from dmcp.tracing.rules import RULES, find_rule, unknown
+from dmcp.tracing.verification import ForwardError, find_unequal
 from dmcp.widths import ChannelSpace, fingerprint, tuples
 
 _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
@@ -38,6 +51,7 @@ def trace(
     rules: Mapping[Func, Rule] | None = None,
     exact: bool = True,
     strict: bool = False,
+    verify: bool = True,
 ) -> ChannelGraph:
     """Find the channels of a model that must be kept or dropped together. The model is not changed.
 
@@ -46,6 +60,8 @@ def trace(
     rules: op -> channel rule, `dmcp.RULES` by default; extend with `RULES | {op: rule}`.
     exact: do not prune what a gated network computes differently from a cut one (channels under LayerNorm).
     strict: raise on an op without a rule and on values that decide in forward; bind no attribute by its value.
+    verify: run the model, cut and gated, on real numbers, and leave unpruned what makes a difference: code can act
+        otherwise while it is traced. It costs about three forward and backward passes of two samples.
     """
     model = unwrap(model)
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
@@ -70,35 +86,50 @@ def trace(
     _fix_ignored(coupling, model, parameters, ignore)
     context = ReplayContext(skeleton(model), example_input, meta_example(batch), coupling)
     resolver = Resolver(context, parameters, bind=not strict)
-    while True:  # until the narrow models agree, and the gates of every atom have a place
+    while True:
+        # until the narrow models agree, and the gates of every atom have a place
         resolver.run()
-        hard, soft, stuck = plan_folds(coupling, parameters)
-        if not stuck:
-            break
+        with untouched_world("cpu"):
+            hard, soft, stuck = plan_folds(coupling, parameters)
         for atom, reason in stuck.items():
             coupling.channels.fix(((atom,),), reason)
-    if not coupling.atoms(parameters):
-        reasons = "; ".join(f"{item.name}: {item.reason}" for item in _unprunable(coupling)[:3])
-        hint = " With exact=False channels under LayerNorm or weight standardization could be." if mixed else ""
-        raise TraceError(f"Nothing in this model can be pruned. {reasons or 'no conv or linear layer was seen'}.{hint}")
-    return _graph(model, context, (hard, soft), notes, exact)
+        if stuck:
+            continue
+        if not coupling.atoms(parameters):
+            reasons = "; ".join(f"{item.name}: {item.reason}" for item in _unprunable(coupling)[:3])
+            hint = " With exact=False channels under LayerNorm or weight standardization could be." if mixed else ""
+            nothing = reasons or "no conv or linear layer was seen"
+            raise TraceError(f"Nothing in this model can be pruned. {nothing}.{hint}")
+        graph = _graph(model, context, (hard, soft), notes, exact)
+
+        # and until what is cut computes what was gated
+        if not verify or not _can_be_verified(model, graph, example_input):
+            return graph
+        try:
+            unequal, difference = find_unequal(model, graph, example_input)
+        except ForwardError as error:
+            raise TraceError(f"{error} Give another example, or verify=False.") from error
+        if not unequal:
+            return replace(graph, verified=True)
+        for space in unequal:
+            reason = f"a network without some of its channels computes something else: {difference}"
+            coupling.channels.fix(((Atom(graph.atom_of(space)),),), reason)
 
 
-def check_example(example: object, *others: Tensor) -> None:
-    """Refuse an input without tensors or samples, and tensors, also others, that are not dense."""
-    if any(it.layout is not torch.strided or it.is_nested or it.is_quantized for it in (*tensors_in(example), *others)):
-        raise TraceError("A sparse, nested or quantized tensor, of the input or of the model, cannot be traced.")
-    if not tensors_in(example) or batch_of(example) == 0:
-        raise TraceError("The example input must be a tensor, or a tuple or dict of them, whose dim 0 is the batch.")
+def _can_be_verified(model: nn.Module, graph: ChannelGraph, example: Any) -> bool:
+    """Not without data, and not where a gated network is known to compute something else."""
+    tensors = (*model.parameters(), *model.buffers(), *tensors_in(example))
+    return graph.exact and not any(tensor.is_meta for tensor in tensors)
 
 
 def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any, list[str]]:
     """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
     check_example(example, *model.parameters(), *model.buffers())
     several, notes = example, list[str]()
-    with contextlib.suppress(Exception), untouched_world("cpu", model), torch.no_grad():
+    twin = narrow(model, {}, {}).eval()
+    with contextlib.suppress(Exception), untouched_world("cpu", model), torch.no_grad(), Guard(model):
         one = tree_map_only(Tensor, torch.clone, rebatch(example, 1))
-        call_model(narrow(model, {}, {}).eval(), one)  # what it keeps outside of itself for later runs has data then
+        call_model(twin, one)  # what it keeps outside of itself for later runs has data then
     if batch_of(example) is None:
         notes.append("the inputs do not share their first dim, so macs are of the whole example, not of one sample")
     else:

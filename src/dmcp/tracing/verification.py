@@ -1,0 +1,303 @@
+"""Is what is cut what was gated? Both networks run on real numbers, and must give the same outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from dmcp.errors import CutError, TraceError, WidthsError
+from dmcp.modules import Cut, batch_of, call_model, index, map_leaves, narrow, rebatch, tensors_in, unwrap
+from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
+from dmcp.tracing.graph import ChannelGraph, Kept
+from dmcp.tracing.record import Func, aten, check_example, untouched_world
+from dmcp.widths import ChannelSpace, fingerprint
+
+_SAME = 1e-6  # largest difference that rounding explains in float64, as a share of the largest number
+_CLOSE = 1e-2  # the same in the model's own precision
+_SMALL = 1e-3  # gradients are compared with their own largest number, but with no less than this share of all
+
+
+def verify(
+    model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Mapping[str, Kept] | None = None
+) -> float:
+    """Compare the cut network with the gated one, in float64 if the model runs so; CutError if they differ.
+
+    `trace` does this by itself. Here you can give other widths (whatever `cut` takes) and other inputs than the one
+    that was traced, such as a larger image. Outputs are compared in eval mode, outputs and gradients in train mode;
+    random numbers, as of dropout, are replaced by constants. Returns the largest difference of outputs, as a share of
+    the largest one.
+    """
+    model = unwrap(model)
+    check_example(example_input)
+    if fingerprint(model) != graph.fingerprint:
+        raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
+    kept = _some_channels(graph.spaces) if widths is None else widths
+    difference = _compare(model, graph, example_input, kept)
+    if difference.found:
+        raise CutError(
+            f"{difference.text}: something in this model's code escapes the trace. Name the layers concerned in "
+            "trace(..., ignore=[...])."
+        )
+    return difference.outputs
+
+
+def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[list[ChannelSpace], str]:
+    """The spaces that cannot be cut without changing what the gated network computes, and what changes.
+
+    The example's numbers do not matter unless forward looks at them: zeros, which would hide every difference, are
+    replaced. Spaces are halved until single ones are found; most models take one comparison.
+    """
+    looks_at_values = any(recording.reads for recording in graph.recordings)
+    trial = example
+    if batch_of(example) is not None and not looks_at_values:
+        trial = map_leaves(_with_variety, rebatch(example, 2))
+    compare = partial(_compare, model, graph, scrambled=not looks_at_values)
+    try:
+        whole = compare(trial, _some_channels(graph.spaces))
+    except ForwardError:  # the batch size may be written into the model
+        trial = example
+        whole = compare(trial, _some_channels(graph.spaces))
+
+    def guilty(spaces: Sequence[ChannelSpace], difference: _Difference) -> list[ChannelSpace]:
+        if not difference.found:
+            return []
+        half = len(spaces) // 2
+        parts = [spaces[:half], spaces[half:]] if half else []
+        found = [space for part in parts for space in guilty(part, compare(trial, _some_channels(part)))]
+        return found or list(spaces)  # a single one, or some that are wrong together only
+
+    return guilty(graph.spaces, whole), whole.text
+
+
+def _some_channels(spaces: Sequence[ChannelSpace]) -> dict[str, list[int]]:
+    """Some channels of each space, between a third and three quarters, and not the first ones."""
+    dice = Random(0)
+    chosen = {}
+    for space in spaces:
+        fewest, most = max(1, space.size // 3), max(1, 3 * space.size // 4)
+        chosen[space.name] = sorted(dice.sample(range(space.size), dice.randint(fewest, most)))
+    return chosen
+
+
+def _with_variety(leaf: Any) -> Any:
+    """Numbers between 0 and 1 in place of a tensor of one number, which may be a placeholder."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not _is_constant(leaf):
+        return leaf
+    numbers = torch.rand(leaf.shape, generator=torch.Generator().manual_seed(0))
+    return numbers.to(leaf)
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
+
+
+# one comparison
+
+
+class ForwardError(CutError):
+    """The unpruned network does not run on this input, or gives nothing that can be compared."""
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The largest differences between the gated and the cut network, as shares of the largest numbers."""
+
+    outputs: float
+    gradients: float
+    allowed: float  # what rounding explains
+    failure: str = ""  # what the cut network raised
+
+    @property
+    def found(self) -> bool:
+        """Whether rounding does not explain it; NaN is not explained."""
+        return bool(self.failure) or not (self.outputs < self.allowed and self.gradients < self.allowed)
+
+    @property
+    def text(self) -> str:
+        """What differs, and by how much."""
+        if self.failure:
+            return f"The cut network fails where the gated one does not ({self.failure})"
+        what, gap = "gradients", self.gradients
+        if not self.outputs < self.allowed:
+            what, gap = "outputs", self.outputs
+        return f"The {what} of the cut network and of the gated one differ by {gap:.1e} of the largest number"
+
+
+def _compare(
+    model: nn.Module, graph: ChannelGraph, example: Any, widths: Mapping[str, Kept], scrambled: bool = False
+) -> _Difference:
+    """Run both networks, in eval mode without gradients and in train mode with them."""
+    cuts = graph.cuts(widths)
+    kept = zip(graph.spaces, graph.kept(widths).values(), strict=True)
+    gates = torch.cat([torch.isin(torch.arange(space.size), stays) for space, stays in kept])
+    ops = (op for recording in graph.recordings for op in recording.ops)
+    random = any(torch.Tag.nondeterministic_seeded in op.func.tags for op in ops)
+    device = next(iter(model.parameters())).device
+    if device.type == "mps":  # which has no float64
+        device = torch.device("cpu")
+
+    # In float64 rounding hides nothing. Where float32 is written into the model's code, its own precision must do.
+    for dtype in (torch.float64, None):
+        wide = narrow(model, {}, {}).to(device, dtype)
+        if scrambled:
+            _scramble(wide, cuts)
+        gated = _Runner(_gated_network(wide, graph, gates.to(device)), wide, model, example, dtype, random)
+        try:
+            gated_outputs, _ = gated.run(training=False, grad=False)
+            break
+        except TraceError:
+            raise
+        except Exception as error:
+            if dtype is None:
+                raise ForwardError(f"forward fails on this input: {type(error).__name__}: {error}") from error
+    if gated_outputs and not any(output.isfinite().any() for output in gated_outputs):
+        raise ForwardError("On this input the outputs are not finite (NaN or infinite), so nothing can be compared.")
+
+    small_model = narrow(wide, cuts, graph.attributes(widths))  # before norms see a batch in train mode
+
+    # Gradients in train mode; in eval mode where the model does not run in that, or only roughly.
+    gated_pass: tuple[list[Tensor], dict[str, Tensor]] | None = None
+    for training in (True, False) if dtype else (False,):
+        try:
+            gated_pass = gated.run(training, grad=True)
+            break
+        except TraceError:
+            raise
+        except Exception:  # it needs labels or more samples, or cannot be differentiated
+            continue
+
+    # The cut network must do the same.
+    allowed = _SAME if dtype else _CLOSE
+    gradient_gap = 0.0
+    try:
+        graph.check(small_model, widths)
+        small = _Runner(partial(call_model, small_model), small_model, model, example, dtype, random)
+        small_outputs, _ = small.run(training=False, grad=False)
+        gaps = [_gap(gated_outputs, small_outputs)]
+        if gated_pass is not None:
+            gated_outputs, gated_gradients = gated_pass
+            small_outputs, small_gradients = small.run(training, grad=True)
+            gaps.append(_gap(gated_outputs, small_outputs))
+            expected = [index(gradient, cuts.get(name, ())) for name, gradient in gated_gradients.items()]
+            gradient_gap = _gap(expected, list(small_gradients.values()))
+    except Exception as error:
+        return _Difference(0.0, 0.0, allowed, failure=f"{type(error).__name__}: {error}")
+    worst = float(torch.tensor(gaps, dtype=torch.float64).max())  # NaN if one of them is
+    return _Difference(worst, gradient_gap, allowed)
+
+
+@torch.no_grad()
+def _scramble(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Make parameters of one number differ, in place: a last layer of zeros would hide what lies before it."""
+    dice = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name in cuts and parameter.is_floating_point() and _is_constant(parameter):
+            noise = torch.rand(parameter.shape, generator=dice, dtype=torch.float64)
+            parameter.add_((0.1 + 0.2 * noise).to(parameter))
+
+
+def _gated_network(wide: nn.Module, graph: ChannelGraph, gates: Tensor) -> Callable[[Any], Any]:
+    """The wide network with hard gates, as the supernet has them."""
+    table = FoldTable(graph.hard_folds, [space.size for space in graph.spaces]).to(gates.device)
+    tensors = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
+    if graph.loses_gates:  # then no supernet can be made of it, but it can still be cut
+        with torch.no_grad():
+            for name, folded in table.fold(tensors.__getitem__, gates).items():
+                tensors[name].copy_(folded)
+        return partial(call_model, wide)
+    ties = shared_names(wide)
+
+    def run(x: Any) -> Any:
+        folded = under_all_names(table.fold(tensors.__getitem__, gates), ties)
+        return run_folded(wide, x, folded)
+
+    return run
+
+
+class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives constants in place of random numbers, which would be others in a narrow network."""
+
+    def __torch_dispatch__(
+        self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if func in (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default):
+            values, noise = args[:2]
+            noise.copy_(torch.where(values > 0, 1.0, 0.2))
+            return values * noise if func is aten.rrelu_with_noise.default else values.mul_(noise)
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        constant = 1.0 if "bernoulli" in func._schema.name else 0.5
+        out = func(*args, **kwargs)
+        return tree_map_only(Tensor, lambda it: it.fill_(constant) if it.is_floating_point() else it, out)
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """One of the two networks, and what it runs on."""
+
+    network: Callable[[Any], Any]
+    module: nn.Module  # whose parameters and modes are the network's
+    original: nn.Module  # that must stay as it is
+    example: Any
+    dtype: torch.dtype | None
+    random: bool  # whether random numbers are drawn in forward
+
+    def run(self, training: bool, grad: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Outputs, and with `grad` the gradients of the sum of their squares, by the names of parameters."""
+        self.module.train(training)
+        with ExitStack() as stack:
+            stack.enter_context(untouched_world("cpu", self.original))
+            if self.random:  # only then: code can ask whether such a mode is on
+                stack.enter_context(_Constants())
+            stack.enter_context(torch.set_grad_enabled(grad))
+            outputs = tensors_in(self.network(map_leaves(self._copied, self.example)))
+            gradients = self._gradients(outputs) if grad else {}
+        return [output.detach() for output in outputs], gradients
+
+    def _copied(self, leaf: Any) -> Any:
+        """A tensor of the example, which forward may write into, in the precision of the network."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        dtype = self.dtype if leaf.is_floating_point() else None
+        device = next(iter(self.module.parameters())).device
+        return leaf.detach().to(device, dtype, copy=True)
+
+    def _gradients(self, outputs: list[Tensor]) -> dict[str, Tensor]:
+        ends = [output.abs().square()[output.isfinite()].sum() for output in outputs if output.requires_grad]
+        parameters = {name: it for name, it in self.module.named_parameters() if it.requires_grad}
+        if not ends or not parameters:
+            return {}
+        found = torch.autograd.grad(ends, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(parameters, found, strict=True))
+
+
+def _gap(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The largest difference, as a share of the largest number; NaN if they are finite in other places."""
+    pairs = [(_as_double(one), _as_double(other)) for one, other in zip(ones, others, strict=True) if one.numel()]
+    finite = [one.isfinite() for one, _ in pairs]
+    largest = [float(one.abs().where(there, 0).max()) for (one, _), there in zip(pairs, finite, strict=True)]
+    floor = _SMALL * max(largest, default=0.0)
+    worst = 0.0
+    for (one, other), there, own in zip(pairs, finite, largest, strict=True):
+        other = other.reshape(one.shape)
+        if not torch.equal(there, other.isfinite()):
+            return float("nan")
+        gap = float((one - other).abs().where(there, 0).max())
+        worst = max(worst, gap / (max(own, floor) or 1.0))
+    return worst
+
+
+def _as_double(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.is_complex() else tensor.detach().double()
