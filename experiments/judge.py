@@ -56,6 +56,11 @@ def structures() -> list[list[int]]:
     return found
 
 
+def spread(count: int, wanted: int) -> Tensor:
+    """Places of so many images, spread over all of them."""
+    return torch.linspace(0, count - 1, min(count, wanted)).long()
+
+
 class Problem:
     """A network and its data: training images without the held-out ones, and these."""
 
@@ -64,8 +69,8 @@ class Problem:
         data = datasets.load(job["data"])
         self.rest, self.held = (data.train, data.test) if job.get("test") else datasets.split(data.train, 0.1, 0)
         self.classes = data.classes
-        if job.get("size"):  # a small sample, to rehearse
-            self.rest, self.held = (it.subset(torch.arange(min(len(it), job["size"]))) for it in (self.rest, self.held))
+        if job.get("size"):  # a small sample of all classes, to rehearse
+            self.rest, self.held = (it.subset(spread(len(it), job["size"])) for it in (self.rest, self.held))
         torch.manual_seed(job["seed"])
         self.model = models.build(job["model"], num_classes=data.classes, **job.get("model_args", {})).to(self.device)
         self.graph = dmcp.trace(self.model, torch.zeros(2, *data.shape, device=self.device))
@@ -107,27 +112,62 @@ def judge_search(
     ratios = [record.ratios[0] for record in found.log if record.ratios]
     last = ratios[-max(1, len(ratios) // 10) :]
     out["ratio"] = [min(last), max(last)]
-    # soft against hard, BatchNorm by the batch, on held-out images
     batches = [batch for _, batch in zip(range(BATCHES), it.loader(it.held, False, 512), strict=False)]
-    loss = classification_loss(config.label_smoothing)
-    chain = chains_of(net, found.process, config.min_channels, config.max_channels, config.align)
-    net.train()
+    net.train()  # BatchNorm by the batch
     state = {name: tensor.clone() for name, tensor in net.model.state_dict().items()}
-    autocast = torch.autocast(it.device.type, torch.bfloat16, enabled=it.device.type == "cuda")
+    out |= soft_and_hard(it, net, found, config, batches)
+    by_class = soft_and_hard(it, net, found, config, sorted_by_class(batches))
+    out |= {f"{key}_sorted": value for key, value in by_class.items()}
+    if it.job.get("judge"):
+        mean = mean_loss(it, net, config, batches)
+        out["judged"] = [mean(net.hard(it.graph.widths(row))) for row in structures()]
+    net.model.load_state_dict(state)
+    return out
+
+
+def sorted_by_class(batches: list[Any]) -> list[Any]:
+    """The same images in batches of a few classes each, by which searches were judged until issue 41."""
+    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    order = labels.argsort(stable=True)
+    sizes = [len(own) for _, own in batches]
+    return list(zip(images[order].split(sizes), labels[order].split(sizes), strict=True))
+
+
+def mean_loss(
+    it: Problem, net: dmcp.Supernet, config: dmcp.SearchConfig, batches: list[Any]
+) -> Callable[[Tensor], float]:
+    """A function from gates to the mean loss of that sub-network."""
+    loss = classification_loss(config.label_smoothing)
 
     def mean(gates: Tensor) -> float:
-        with torch.no_grad(), autocast:
+        with torch.no_grad(), autocast(it):
             return sum(float(loss(net(x, gates), (x, y))) for x, y in batches) / len(batches)
 
+    return mean
+
+
+def autocast(it: Problem) -> torch.autocast:
+    return torch.autocast(it.device.type, torch.bfloat16, enabled=it.device.type == "cuda")
+
+
+def soft_and_hard(
+    it: Problem, net: dmcp.Supernet, found: dmcp.SearchResult, config: dmcp.SearchConfig, batches: list[Any]
+) -> dict[str, Any]:
+    """How much of what hard pruning costs the soft network sees, and whether both rank the spaces alike."""
+    widths = dmcp.expected(found)
+    loss = classification_loss(config.label_smoothing)
+    chain = chains_of(net, found.process, config.min_channels, config.max_channels, config.align)
+    mean = mean_loss(it, net, config, batches)
     full, hard = mean(net.hard(it.graph.full)), mean(net.hard(widths))
     with torch.no_grad():
         soft_gates = chain.gates(chain.marginals(net.alpha))
     soft = mean(soft_gates)
-    out |= {"loss_full": full, "loss_hard": hard, "loss_soft": soft, "seen": (soft - full) / (hard - full)}
+    out: dict[str, Any] = {"loss_full": full, "loss_hard": hard, "loss_soft": soft}
+    out["seen"] = (soft - full) / (hard - full)
     with search_steps._only_alphas(net):
         net.alpha.grad = None
         for x, y in batches:
-            with autocast:
+            with autocast(it):
                 value = loss(net(x, chain.gates(chain.marginals(net.alpha))), (x, y))
             (value / len(batches)).backward()
     assert net.alpha.grad is not None
@@ -150,9 +190,6 @@ def judge_search(
         soft_utility.append(float(-slope[place] / moved[place].clamp(min=1e-6)) / per_channel)
     out["utility"] = spearman(soft_utility, hard_utility)
     out["soft_utility"], out["hard_utility"] = soft_utility, hard_utility
-    if it.job.get("judge"):
-        out["judged"] = [mean(net.hard(it.graph.widths(row))) for row in structures()]
-    net.model.load_state_dict(state)
     return out
 
 
@@ -185,7 +222,8 @@ def train_one(it: Problem, small: nn.Module, how: dict[str, Any], teacher: nn.Mo
             torch._foreach_copy_(parameters, average)
         dmcp.recalibrate(small, it.loader(it.rest, False))
         found["ema_accuracy"] = held_loss(small, it.loader(it.held, False))[1]
-    train_loss = sum(record.loss for record in records[-50:]) / len(records[-50:])
+    last = records[-len(train) :]  # the last epoch; lines recorded before issue 41: the last 50 steps
+    train_loss = sum(record.loss for record in last) / len(last)
     seconds = time.perf_counter() - start
     return found | {"loss": loss, "accuracy": accuracy, "train_loss": train_loss, "seconds": seconds}
 
@@ -295,12 +333,13 @@ def table(path: Path) -> None:
                 f"{len(it['widths'])} | {it['ratio'][0]:.3f} to {it['ratio'][1]:.3f} | {it['seen']:.2f} | "
                 f"{it['utility']:.2f} | {rank} | {it['loss_hard'] - it['loss_full']:.3f} | {it['params']:.0%} |"
             )
-    print("\n| trained | weights | teacher | accuracy | loss |\n|---|---|---|---|---|")
+    print("\n| trained | weights | teacher | accuracy | loss | training loss |\n|---|---|---|---|---|---|")
     for it in trained:
         if isinstance(it["widths"], str):
             weights = it.get("from", "kept" if it.get("keep") else "scratch")
             cells = (f"{it['job']}: {it['widths']}", weights, it.get("teacher", ""), f"{100 * it['accuracy']:.1f}")
-            print(f"| {' | '.join(cells)} | {it['loss']:.3f} |")
+            train_loss = f"{it['train_loss']:.3f}" if "train_loss" in it else "–"
+            print(f"| {' | '.join(cells)} | {it['loss']:.3f} | {train_loss} |")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -59,7 +60,7 @@ def plain_batch(part: ArraySet, size: int, train: bool, epoch: int, number: int)
     """Image by image: the random numbers of (seed 3, epoch), a padded copy, a crop, a mirror, a division."""
     shift, flip, reflect = (part.augmentation.shift, part.augmentation.flip, part.augmentation.reflect)
     draw = generator(3, epoch)
-    order = torch.randperm(len(part), generator=draw) if train else torch.arange(len(part))
+    order = torch.randperm(len(part), generator=draw if train else generator(0))
     corners = torch.randint(2 * shift + 1, (2, len(part)), generator=draw).tolist()
     flips = (torch.rand(len(part), generator=draw) < 0.5).tolist()
     images = []
@@ -110,6 +111,22 @@ def test_ranks_share_the_batches_of_one_process(
         assert all(images.shape[1:] == part.shape and labels.dtype == torch.int64 for images, labels in parts)
 
 
+@pytest.mark.parametrize("files", [False, True])
+def test_batches_that_are_not_for_training_have_a_mix_of_classes(files: bool, tmp_path: Path) -> None:
+    """Data sets are sorted by class, and a BatchNorm may use the statistics of such a batch."""
+    if files:
+        part: Any = photos(tmp_path, count=20)
+    else:
+        part = replace(numbered(60), labels=torch.arange(60) // 20)
+    assert torch.equal(part.labels, part.labels.sort().values)
+    first = list(make_loader(part, 15, train=False))
+    for _, labels in first:
+        assert labels.bincount(minlength=3).min() >= 2
+    for other in (make_loader(part, 15, train=False, seed=7), make_loader(part, 15, train=False)):
+        assert same(first, batches_from(other, 3))  # one order for all seeds and epochs
+    assert torch.equal(torch.cat([labels for _, labels in first]).sort().values, part.labels)
+
+
 # image files
 
 
@@ -127,7 +144,8 @@ def test_batches_of_files_are_a_function_of_seed_epoch_and_index(kind: str, tmp_
     assert not any(torch.equal(a, b) for a, b in itertools.product(first, crops(4, 3)))
     assert torch.equal(before, torch.get_rng_state())
     test = list(make_loader(part, 5, train=False))
-    assert torch.equal(torch.cat([labels for _, labels in test]), part.labels)
+    fixed = torch.randperm(12, generator=generator(0))
+    assert torch.equal(torch.cat([labels for _, labels in test]), part.labels[fixed])
     stored = make_loader(part.subset(torch.tensor([7, 2])), 2, train=True, seed=1)  # of the same store
     assert (stored.store is None) == (kind == "stream")
     if stored.store is not None:
@@ -165,6 +183,7 @@ def test_a_broken_image_is_named(kind: str, tmp_path: Path) -> None:
         spoil(Path(part.paths[5]))
         loader = make_loader(part, 4, train=False)
         if kind == "stream":  # else all are read before the first batch
+            assert 5 not in loader.order[:4]
             next(iter(loader))
         with pytest.raises(DataError, match=r"\A.*dog.1\.png cannot be read as an image \(.*\): repair it.*\Z"):
             list(loader)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_resume import Killed
 from torch import nn
 from typed import command
@@ -18,7 +19,7 @@ from dmcp.cli import prune
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job, open_job
 from dmcp.compare import runner
-from dmcp.compare.runner import Comparison, PlannedRun, Protocol, begin, plan
+from dmcp.compare.runner import Comparison, OneRun, PlannedRun, Protocol, begin, plan
 from dmcp.compare.table import write_table
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
@@ -110,6 +111,18 @@ def test_runs_come_after_what_they_start_from(job: Job) -> None:
 def test_comparisons_that_make_no_sense(job: Job, changes: dict[str, Any]) -> None:
     with pytest.raises(DmcpError):
         plan(replace(TWO, **changes), job)
+
+
+def test_held_out_batches_have_a_mix_of_classes_and_the_same_images_for_all_seeds(job: Job, tmp_path: Path) -> None:
+    """Methods judge networks by the statistics of these batches."""
+    train = job.data.train
+    by_class = replace(job, data=replace(job.data, train=train.subset(train.labels.argsort(stable=True))))
+    found = []
+    for it in (planned(TWO, job)[f"uniform-50%-seed{seed}"] for seed in TWO.seeds):
+        problem = OneRun(it, by_class, Run(tmp_path), Runtime())._problem()
+        found.append(list(problem.held_out))
+    for (images, labels), (others, _) in zip(*found, strict=True):
+        assert len(labels.unique()) >= 8 and torch.equal(images, others)
 
 
 # which are left

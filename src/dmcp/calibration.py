@@ -25,6 +25,9 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None
     mode, so dropout stays off; frozen ones are renewed, too. `forward` runs a sub-network of a supernet, with net.model
     as the model: `lambda x: net(x, gates)`. Norms that do not run keep what they had; after an error all of them do.
     Norms of one's own must use `self.momentum`.
+
+    Shuffle the samples: within a pass each BatchNorm normalizes by the batch, so that in batches of one class each the
+    norms behind it see other inputs than they will in use.
     """
     check_module(model)
     check_yields(loader)

@@ -42,7 +42,7 @@ class Problem:
     model: nn.Module  # unpruned, on its device, with fresh weights; methods work on copies
     graph: ChannelGraph
     loader: Loader  # batches to train with
-    held_out: Loader  # batches of other samples to choose by, always in the same order
+    held_out: Loader  # batches of other samples to choose by, in a random order that is always the same
     budget: Budget
     recipe: TrainConfig  # how networks are trained here; a method that trains takes its settings from it
     min_widths: Widths

@@ -50,7 +50,7 @@ class ArrayLoader:
         """Draw the order of the images and how each one is augmented: a function of (seed, epoch)."""
         count, moves = len(self.labels), 2 * self.augmentation.shift + 1
         draw = generator(self.seed, epoch)  # on the CPU, so that a GPU sees the same images
-        order = torch.randperm(count, generator=draw) if self.train else torch.arange(count)
+        order = _order(count, draw if self.train else None)
         down, right = torch.randint(moves, (2, count), generator=draw)
         flips = torch.rand(count, generator=draw) < (0.5 if self.augmentation.flip else 0.0)
         drawn = torch.stack([order, down[order], (right + moves * flips)[order]])
@@ -91,13 +91,22 @@ def make_loader(
     workers: int | None = None,  # threads that read files; None: as many as there are cores
     corrupt: str = "stop",  # files that cannot be decoded: "stop", or "skip", which replaces them
 ) -> ArrayLoader | FolderLoader:
-    """The loader for a data set; `train` shuffles, augments, and drops an incomplete last batch."""
+    """The loader for a data set; `train` shuffles, augments, and drops an incomplete last batch.
+
+    Without `train` the images come in a random order, too, but in one that is always the same: data sets are often
+    sorted by class, and BatchNorms that use the statistics of a batch would normalize each class by itself.
+    """
     if batch_size < 1 or (train and not world.size <= batch_size <= len(dataset)):
         raise DataError(f"A batch of {batch_size} does not fit: give 1 to {len(dataset)}, and one image for each rank.")
     if isinstance(dataset, ArraySet):
         return ArrayLoader(dataset, batch_size, train, seed, torch.device(device), world)
     place, skip = torch.zeros(0, device=device).device, Corrupt(corrupt) is Corrupt.SKIP
     return FolderLoader(dataset, batch_size, train, seed, place, world, workers or core_count(), skip)
+
+
+def _order(count: int, draw: torch.Generator | None) -> Tensor:
+    """The order of the images in a pass; None: the fixed one of a loader that is not for training."""
+    return torch.randperm(count, generator=generator(0) if draw is None else draw)
 
 
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
@@ -132,8 +141,7 @@ class FolderLoader:
     def set_epoch(self, epoch: int) -> None:
         """The order and the augmentation of the next pass are a function of (seed, epoch)."""
         self.key, count = mix(self.seed, epoch), len(self.dataset)
-        order = torch.randperm(count, generator=generator(self.seed, epoch)) if self.train else torch.arange(count)
-        self.order = order.numpy()
+        self.order = _order(count, generator(self.seed, epoch) if self.train else None).numpy()
 
     def __len__(self) -> int:
         count = len(self.dataset)
