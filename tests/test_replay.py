@@ -147,5 +147,7 @@ def test_numbers_of_a_generator_of_its_own_follow_no_width() -> None:
     ]
     for way in ways:
         assert list(sizes(dmcp.trace(Scaled(way).eval(), X))) == ["a", "b"]
-    also_wide = dmcp.trace(Scaled(lambda h: torch.tensor(dice.random()) * h.shape[1]).eval(), X)
-    assert list(sizes(also_wide)) == ["b"]
+    also_wide = Scaled(lambda h: torch.tensor(dice.random()) * h.shape[1]).eval()
+    assert list(sizes(dmcp.trace(also_wide, X, verify=False))) == ["b"]
+    with pytest.raises(dmcp.TraceError):  # other numbers in every run: nothing to compare
+        dmcp.trace(also_wide, X)

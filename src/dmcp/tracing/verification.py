@@ -66,6 +66,10 @@ def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[l
     except ForwardError:  # the batch size may be written into the model
         trial = example
         whole = compare(trial, _some_channels(graph.spaces))
+    if whole.found and compare(trial, {}).found:  # though no channel is missing
+        raise ForwardError(
+            "Two runs of this model on the same input give different numbers, so nothing can be compared."
+        )
 
     def guilty(spaces: Sequence[ChannelSpace], difference: _Difference) -> list[ChannelSpace]:
         if not difference.found:
@@ -150,6 +154,7 @@ def _compare(
         wide = narrow(model, {}, {}).to(device, dtype)
         if scrambled:
             _scramble(wide, cuts)
+        small_model = narrow(wide, cuts, graph.attributes(widths))  # before a run changes what the model keeps
         gated = _Runner(_gated_network(wide, graph, gates.to(device)), wide, model, example, dtype, random)
         try:
             gated_outputs, _ = gated.run(training=False, grad=False)
@@ -161,8 +166,6 @@ def _compare(
                 raise ForwardError(f"forward fails on this input: {type(error).__name__}: {error}") from error
     if gated_outputs and not any(output.isfinite().any() for output in gated_outputs):
         raise ForwardError("On this input the outputs are not finite (NaN or infinite), so nothing can be compared.")
-
-    small_model = narrow(wide, cuts, graph.attributes(widths))  # before norms see a batch in train mode
 
     # Gradients in train mode; in eval mode where the model does not run in that, or only roughly.
     gated_pass: tuple[list[Tensor], dict[str, Tensor]] | None = None
@@ -179,7 +182,6 @@ def _compare(
     allowed = _SAME if dtype else _CLOSE
     gradient_gap = 0.0
     try:
-        graph.check(small_model, widths)
         small = _Runner(partial(call_model, small_model), small_model, model, example, dtype, random)
         small_outputs, _ = small.run(training=False, grad=False)
         gaps = [_gap(gated_outputs, small_outputs)]
