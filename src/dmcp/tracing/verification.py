@@ -262,7 +262,7 @@ class _Runner:
         with ExitStack() as stack:
             stack.enter_context(untouched_world("cpu", self.original))
             if self.random:  # only then: code can ask whether such a mode is on
-                stack.enter_context(_Constants())
+                stack.enter_context(_Constants())  # type: ignore[no-untyped-call]
             stack.enter_context(torch.set_grad_enabled(grad))
             outputs = tensors_in(self.network(map_leaves(self._copied, self.example)))
             gradients = self._gradients(outputs) if grad else {}
