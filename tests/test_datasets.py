@@ -22,7 +22,7 @@ from dmcp.cli.session import sized
 from dmcp.data import datasets
 from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split
 from dmcp.data.images import crop_here, crop_there, random_boxes, random_numbers, read_jpeg, read_pixels, scale
-from dmcp.data.loaders import make_loader
+from dmcp.data.loaders import fixed_order, make_loader
 from dmcp.errors import DataError
 
 
@@ -48,7 +48,9 @@ def write_photos(
 
 
 def as_loaded(sets: DataSets) -> torch.Tensor:
-    return torch.cat([images for images, _ in make_loader(sets.test, 5, train=False)])
+    """The test images as a loader gives them, but in the order of the data set."""
+    images = torch.cat([images for images, _ in make_loader(sets.test, 5, train=False)])
+    return images[fixed_order(len(images)).argsort()]
 
 
 # arrays

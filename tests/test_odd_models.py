@@ -162,7 +162,7 @@ def test_verify_takes_other_inputs() -> None:
     for odd in (lambda y: len(y) == 1, lambda y: y.shape[-1] > 8):
         model = Odd(lambda self, y, odd=odd: self.third(y.flip(1) if odd(y) else y))
         graph = dmcp.trace(model, x)
-        assert dmcp.verify(model, graph, x.half()) == 0
+        assert dmcp.verify(model, graph, x.half()) < 1e-15
         with pytest.raises(dmcp.CutError):
             dmcp.verify(model, graph, torch.randn(1, 3, 16, 16))
     model = HIDDEN["gradients divided by a width"]()

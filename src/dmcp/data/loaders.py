@@ -50,7 +50,7 @@ class ArrayLoader:
         """Draw the order of the images and how each one is augmented: a function of (seed, epoch)."""
         count, moves = len(self.labels), 2 * self.augmentation.shift + 1
         draw = generator(self.seed, epoch)  # on the CPU, so that a GPU sees the same images
-        order = _order(count, draw if self.train else None)
+        order = torch.randperm(count, generator=draw) if self.train else fixed_order(count)
         down, right = torch.randint(moves, (2, count), generator=draw)
         flips = torch.rand(count, generator=draw) < (0.5 if self.augmentation.flip else 0.0)
         drawn = torch.stack([order, down[order], (right + moves * flips)[order]])
@@ -104,9 +104,9 @@ def make_loader(
     return FolderLoader(dataset, batch_size, train, seed, place, world, workers or core_count(), skip)
 
 
-def _order(count: int, draw: torch.Generator | None) -> Tensor:
-    """The order of the images in a pass; None: the fixed one of a loader that is not for training."""
-    return torch.randperm(count, generator=generator(0) if draw is None else draw)
+def fixed_order(count: int) -> Tensor:
+    """The order of the images in every pass of a loader that is not for training."""
+    return torch.randperm(count, generator=generator(0))
 
 
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
@@ -141,7 +141,8 @@ class FolderLoader:
     def set_epoch(self, epoch: int) -> None:
         """The order and the augmentation of the next pass are a function of (seed, epoch)."""
         self.key, count = mix(self.seed, epoch), len(self.dataset)
-        self.order = _order(count, generator(self.seed, epoch) if self.train else None).numpy()
+        order = torch.randperm(count, generator=generator(self.seed, epoch)) if self.train else fixed_order(count)
+        self.order = order.numpy()
 
     def __len__(self) -> int:
         count = len(self.dataset)
