@@ -329,9 +329,10 @@ def trace_case(name: str) -> Any:
     found["moments"] = [[it.name, terms(it.terms)] for it in get(graph, "moments")]
     many = (torch.rand(5, len(graph.spaces), generator=draw) * graph.full.tensor()).long() + 1
     points = [graph.widths(row) for row in many]
+    between = (many - 0.5).clamp(min=1)  # widths that are not whole, as expected ones are
     for kind in ("macs", "params", "memory"):
         cost = getattr(graph, kind)
-        found[f"random {kind}"] = [[cost(widths) for widths in points], bits(cost(many)), bits(cost(many - 0.5))]
+        found[f"random {kind}"] = [[cost(widths) for widths in points], bits(cost(many)), bits(cost(between))]
     found["cuts"] = [all_bits(graph.cuts(widths)) for widths in points[:2]]
     found["attributes"] = [[[key, repr(sorted(value.items()))] for key, value in sorted(graph.attributes(it).items())]
                            for it in points]  # fmt: skip
