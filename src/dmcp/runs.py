@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from dmcp.arguments import checked
 from dmcp.budget import LATENCY, Budget, costs, show_cost
 from dmcp.checkpoint import Checkpointer, load_checkpoint
 from dmcp.errors import FileError, WidthsError
@@ -284,6 +285,7 @@ def save_search(result: SearchResult, folder: Path) -> None:
     write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
 
 
+@checked
 def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchResult:
     """What the search of a run found, for `expected` and `direct`; `graph`: traced from the unpruned model as it was.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from dmcp.arguments import checked
 from dmcp.budget import Budget, check_reachable, parse
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, Process
@@ -113,6 +114,7 @@ class SearchResult:
     log: tuple[SearchRecord, ...] = ()
     process: Process = CHAIN
 
+    @checked
     def with_budget(self, budget: int | float | str | Budget) -> SearchResult:
         """The same distribution for another budget: widths are scaled to that, not searched again."""
         wanted = parse(budget, self.graph)

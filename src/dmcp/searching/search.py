@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dmcp.arguments import checked
 from dmcp.batches import Loader, device_of, length_of, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, front_alphas, parse
 from dmcp.checkpoint import DONE, ResumableIterator, State, seeded
@@ -33,6 +34,7 @@ SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one
 
 
+@checked
 @shown
 def search(
     net: Supernet,
@@ -85,6 +87,7 @@ class Searcher:
     what your own optimizers of `net.weights()` and `net.alphas()` minimize. `result()` has the alphas at any time.
     """
 
+    @checked
     def __init__(
         self,
         net: Supernet,
