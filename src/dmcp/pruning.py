@@ -14,7 +14,7 @@ from torch import nn
 from dmcp import progress, retraining
 from dmcp.arguments import checked
 from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
-from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, ratios, show_cost
+from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, show_cost
 from dmcp.checkpoint import plain_settings
 from dmcp.compare.methods import Own, chooser, find_method
 from dmcp.compare.problem import Choice, Problem
@@ -492,9 +492,3 @@ def check_budget(small: nn.Module, widths: Widths, graph: ChannelGraph, budget: 
         if spent > limit.target:
             has, allowed = (show_cost(limit.kind, it) for it in (spent, limit.target))
             raise BudgetError(f"The cut network has {has}, more than the {allowed} allowed: please report this.")
-
-
-def expected_shares(found: SearchResult) -> tuple[float, ...]:
-    """Expected cost / target of each limit at the end of a search, before any rounding and repair."""
-    chances = found.process.marginals(found.alphas.double()) * (found.sizes > 0)
-    return tuple(ratios(found.budget, found.graph, chances, found.sizes, found.process).tolist())

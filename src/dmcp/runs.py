@@ -26,14 +26,14 @@ from dmcp.checkpoint import Checkpointer, load_checkpoint
 from dmcp.errors import FileError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
-from dmcp.pruning import PruneResult, expected_shares
+from dmcp.pruning import PruneResult
 from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
 from dmcp.results import ACCURACY, Row, divergence, error_of, pruned, results_table
 from dmcp.runtime import io
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
-from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.searching.config import SearchRecord, SearchResult, expected_shares
 from dmcp.storage import SETTINGS as SETTINGS
 from dmcp.storage import WIDTHS, save
 from dmcp.tracing.graph import ChannelGraph
