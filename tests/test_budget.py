@@ -60,7 +60,7 @@ def test_budgets_that_are_read() -> None:
 NO_BUDGETS = (
     *("8ms", "50%,8 ms", "0ms", "latency:0%", "latency:200%", "latency:5", "params:8ms"),
     *("8 MB", "params:1.5GB", "4MiB", "4.5 GFLOPs", "4.5 GMACs", "60k params", "5T", "watts:5"),
-    *(0.0, -0.5, 1.5, float("nan"), True, 0, -5, None, "", "half", "50%,", "0%", "params:0%", "watts:5%"),
+    *(0.0, -0.5, 1.5, float("nan"), 0, -5, "", "half", "50%,", "0%", "params:0%", "watts:5%"),
     *("1e999999999", "٣"),
     *("50%,20%", "params:1M,params:50%", "0,5", "1,1G", "12,5%"),
 )

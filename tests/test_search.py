@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ from dmcp.budget import front_alphas, parse, ratios
 from dmcp.checkpoint import Checkpointer
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN
-from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.searching.config import SearchRecord, SearchResult, expected_shares
+from dmcp.searching.search import SearchWarning
 from dmcp.settings import SearchConfig
 from dmcp.training import Log
 
@@ -120,6 +122,20 @@ def test_the_budget_alone_brings_the_expected_cost_into_the_band(budget: str, in
     widths = CHAIN.sample(result.alphas, result.sizes, 20_000, torch.Generator().manual_seed(0))
     costs = [net.graph.cost(limit.kind, widths).double().mean() / limit.target for limit in result.budget.limits]
     assert max(costs) == pytest.approx(seen[-1], abs=0.03)
+
+
+@pytest.mark.parametrize(("init", "near"), [("zero", False), ("random", False), ("target", True)])
+def test_a_search_that_does_not_arrive_says_so_once_and_what_helps(init: str, near: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, result = ran(init=init, alpha_lr=0.01, alpha_min_lr=0.01)
+    (share,) = expected_shares(result)
+    assert (0.95 <= share <= 1.05) if near else share < 0.5
+    texts = [str(it.message) for it in caught if issubclass(it.category, SearchWarning)]
+    assert len(texts) == (0 if near else 1)
+    for text in texts:
+        assert f"{share:.1%}" in text and len(text.splitlines()) == 1
+        assert all(remedy in text for remedy in ("epochs", 'init="target"', "budget_weight", "alpha_lr"))
 
 
 def test_where_the_alphas_start() -> None:

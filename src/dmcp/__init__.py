@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dmcp.checkpoint import Checkpointer
     from dmcp.cutting import cut, reinitialize
     from dmcp.errors import (
+        ArgumentError,
         BudgetError,
         CutError,
         DataError,
@@ -57,17 +58,18 @@ __version__ = "0.2.0"
 
 # fmt: off
 __all__ = [
-    "RULES", "Budget", "BudgetError", "ChannelGraph", "ChannelSpace", "Checkpointer", "CutError", "DataError",
-    "DmcpError", "Engine", "Event", "FileError", "Latency", "LatencyConfig", "Loaders", "LowerIsBetter", "PruneResult",
-    "Retrain", "Runtime", "SearchConfig", "SearchResult", "Searcher", "StoppedError", "Supernet", "Task", "TraceError",
-    "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate", "expected",
-    "export", "load", "load_search", "measure_latency", "paper", "parse_budget", "prune", "quantize", "random_widths",
-    "recalibrate", "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
+    "RULES", "ArgumentError", "Budget", "BudgetError", "ChannelGraph", "ChannelSpace", "Checkpointer", "CutError",
+    "DataError", "DmcpError", "Engine", "Event", "FileError", "Latency", "LatencyConfig", "Loaders", "LowerIsBetter",
+    "PruneResult", "Retrain", "Runtime", "SearchConfig", "SearchResult", "Searcher", "StoppedError", "Supernet", "Task",
+    "TraceError", "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate",
+    "expected", "export", "load", "load_search", "measure_latency", "paper", "parse_budget", "prune", "quantize",
+    "random_widths", "recalibrate", "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
 ]
 _NAMES = {  # module -> what it gives
     "budget": "Budget", "calibration": "recalibrate", "checkpoint": "Checkpointer",
     "cutting": "cut reinitialize",
-    "errors": "BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError WidthsError",
+    "errors": "ArgumentError BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError "
+    "WidthsError",
     "exporting": "export quantize", "latency": "Latency measure_latency",
     "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune", "runs": "load_search",
     "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",

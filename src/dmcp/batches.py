@@ -74,12 +74,6 @@ def length_of(loader: Any, name: str = "loader") -> int:
         raise DataError(f"The {name} has no length: give a list of batches, or a class that says how many.") from None
 
 
-def check_yields(loader: Any, name: str = "loader") -> None:
-    """Refuse what cannot be iterated."""
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise DataError(f"The {name} must yield batches, but a {type(loader).__name__} does not: give a DataLoader.")
-
-
 def check_parts(loader: Any, world: World) -> None:
     """Refuse a loader whose sampler, like torch's, repeats samples so that all ranks have as many."""
     sampler = getattr(loader, "sampler", None)

@@ -11,6 +11,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from dmcp.arguments import checked
 from dmcp.errors import BudgetError
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.tracing.cost import show_bytes
@@ -55,6 +56,7 @@ class Budget:
             raise BudgetError("A budget has at least one limit.")
 
 
+@checked
 def parse(spec: int | float | str | Budget, graph: ChannelGraph) -> Budget:
     """Read a budget: an int (MACs), a float up to 1 (share of the full MACs), or a text.
 

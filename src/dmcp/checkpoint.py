@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import safetensors.torch
@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dmcp.arguments import PositiveInt, Range, checked
 from dmcp.batches import Loader, batches_from, length_of, mix, on_device, size_of, start_epoch
 from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingError
-from dmcp.modules import path_of
 from dmcp.runtime.distributed import World, gather, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.runtime.io import plain, quote, read_bytes, refuse_link, write_files
@@ -316,14 +316,15 @@ def _owners(optimizer: Optimizer) -> dict[str, list[tuple[dict[str, Any], Tensor
 # when it is saved
 
 
+@checked
 @dataclass(eq=False)
 class Checkpointer:
     """Saves the state of a loop in a folder now and then, and brings a new loop to where an old one was."""
 
     folder: Path
     identity: Mapping[str, Any] = field(default_factory=dict)  # settings that must stay the same; prune has a default
-    every_steps: int = 1000
-    every_seconds: float = 300.0
+    every_steps: PositiveInt = 1000
+    every_seconds: Annotated[float, Range(0)] = 300.0
     stop_requested: Callable[[], bool] = bool
     lines: Callable[[], int] = int  # lines in the log of the run
     earlier: Callable[[str], list[dict[str, Any]]] = lambda stage: []  # records of a stage in that log
@@ -332,7 +333,7 @@ class Checkpointer:
     _time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.folder = path_of("A Checkpointer", self.folder, "folder")
+        self.folder = Path(self.folder)
 
     def stage(self, name: str) -> Checkpointer:
         """The checkpointer of one stage of a run, in a folder of its own."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from dmcp.arguments import Seed, checked
 from dmcp.batches import as_generator
 from dmcp.errors import WidthsError
 from dmcp.importance import magnitude, strongest
@@ -21,7 +23,10 @@ RunningNorms = nn.modules.batchnorm._NormBase  # batch and instance norms, the o
 Norms = RunningNorms | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
 
 
-def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: str = "first") -> nn.Module:
+@checked
+def cut(
+    model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: Literal["first", "l1", "l2"] = "first"
+) -> nn.Module:
     """A copy of the model that has only the kept channels: a plain module of the model's own class.
 
     by: which channels are kept. "first" is for supernets, whose first channels are the important ones; "l1" and "l2"
@@ -30,10 +35,7 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: s
     graph says, or CutError.
     """
     model = unwrap(model)
-    if by not in ("first", "l1", "l2"):
-        raise WidthsError(f"by must be first, l1 or l2, not {by!r}.")
-    if fingerprint(model) != graph.fingerprint:
-        raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
+    graph.check_architecture(model)
     if isinstance(widths, Widths) and widths.fingerprint != graph.fingerprint:
         raise WidthsError("These widths are for another architecture: make them with graph.widths(...).")
     for space in graph.spaces if by != "first" else ():
@@ -47,8 +49,9 @@ def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: s
 # new weights
 
 
+@checked
 @torch.no_grad()
-def reinitialize(module: nn.Module, generator: torch.Generator | int | None = None) -> None:
+def reinitialize(module: nn.Module, generator: torch.Generator | Seed | None = None) -> None:
     """Give the module, in place, the weights of a network of its shape that was never trained.
 
     Convs and linears are initialized by He's rule, norms become 1 and 0 with empty running statistics, biases 0. Other

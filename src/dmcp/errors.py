@@ -7,6 +7,10 @@ class DmcpError(Exception):
     """The root of all errors that this package raises on purpose."""
 
 
+class ArgumentError(DmcpError, TypeError, ValueError):
+    """An argument of a public function that has the wrong type, or is none of the values that are allowed."""
+
+
 class TraceError(DmcpError):
     """The model could not be recorded, or nothing in it can be pruned."""
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from dmcp.arguments import PositiveInt, checked
 from dmcp.batches import generator, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
 from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap
@@ -63,6 +64,7 @@ class OpenFile:
     names: tuple[str, ...] = ()  # of the inputs, in ONNX
 
 
+@checked
 def export(
     model: nn.Module,
     example: Any,
@@ -297,8 +299,13 @@ def blaming(text: str, kind: type[DmcpError] = FileError) -> Iterator[None]:
 # int8
 
 
+@checked
 def quantize(
-    source: str | os.PathLike[str], loader: Iterable[Any], path: str | os.PathLike[str], *, samples: int = SAMPLES
+    source: str | os.PathLike[str],
+    loader: Iterable[Any],
+    path: str | os.PathLike[str],
+    *,
+    samples: PositiveInt = SAMPLES,
 ) -> Exported:
     """Write an ONNX file with 8 bits per weight and activation, from one that `export` wrote; nothing is trained.
 

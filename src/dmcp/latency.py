@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp import exporting
+from dmcp.arguments import checked
 from dmcp.batches import device_of, generator
 from dmcp.budget import LATENCY, Budget, Limit, known_limits, limits_latency
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
@@ -84,6 +85,7 @@ class Latency:
     seconds: float  # that measuring took
     runtime: RuntimeKind
 
+    @checked
     def attach(self, graph: ChannelGraph) -> ChannelGraph:
         """The graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%"."""
         names = tuple(space.name for space in graph.spaces)
@@ -155,16 +157,19 @@ class Latency:
         except (KeyError, TypeError, ValueError) as error:
             raise FileError(f"{name}: not a latency table of this version: {quote(error)}.") from None
 
+    @checked
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a JSON file."""
         write_files(Path(path).parent, {Path(path).name: json.dumps(self.to_json(), indent=1).encode()})
 
     @staticmethod
+    @checked
     def load(path: str | os.PathLike[str]) -> Latency:
         """Read such a file."""
         return Latency.from_json(parse_json(read_bytes(Path(path), MOST_JSON), path), path)
 
 
+@checked
 @shown
 def measure_latency(
     model: nn.Module,
@@ -187,6 +192,7 @@ def measure_latency(
     if in_onnx and (missing := exporting.missing_packages()):
         raise DmcpError(f"{missing}, or measure in torch.")
     graph, model = graph or trace(model, example), unwrap(model)
+    graph.check_architecture(model)
     config = replace(config, device=config.device or ("cpu" if in_onnx else str(device_of(model))))
     clock, rows = Clock(config, torch.get_num_threads(), example, measure), sample_widths(graph, config)
     times = clock.times(_narrow(model, graph, row) for row in each("networks", rows))
@@ -323,10 +329,15 @@ class Clock:
     def times(self, nets: Iterator[nn.Module]) -> list[float]:
         """Milliseconds of a forward pass of each network; they must be copies, which are moved."""
         if self.measure is not None:
-            found = [float(self.measure(net.eval())) for net in nets]
-            if not all(0 < ms < math.inf for ms in found):
-                raise BudgetError(f"The function that measures must return milliseconds above 0, not {found}.")
-            return found
+            measured = [self.measure(net.eval()) for net in nets]
+            try:
+                times = [float(ms) for ms in measured]
+            except (TypeError, ValueError, RuntimeError):
+                times = []
+            if not times or not all(0 < ms < math.inf for ms in times):
+                kinds = times or type(measured[0]).__name__
+                raise BudgetError(f"The function that measures must return milliseconds above 0, not {kinds}.")
+            return times
         device, dtype = torch.device(self.config.device), getattr(torch, self.config.dtype)
         example = self.example if batch_of(self.example) is None else rebatch(self.example, self.config.batch)
         place = f"{device} with a batch of {self.config.batch} in {self.config.dtype}"

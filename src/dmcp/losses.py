@@ -8,12 +8,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmcp.arguments import checked
 from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.modules import tensors_in
@@ -23,6 +24,7 @@ Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], Any]  # (output, batch) -> (sum over the samples, their count), or the mean
 
 
+@runtime_checkable
 class WholeMetric(Protocol):
     """A metric of a whole data set that is no mean over its samples, such as those of torchmetrics."""
 
@@ -155,6 +157,7 @@ def scores_of(output: Any) -> Tensor | None:
 # metrics
 
 
+@checked
 @dataclass(frozen=True)
 class LowerIsBetter:
     """A metric of which little is good, such as an error; tables and methods know."""

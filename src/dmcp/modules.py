@@ -6,10 +6,8 @@ import contextlib
 import copy
 import gc
 import io
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dmcp.errors import FileError, TraceError
+from dmcp.errors import TraceError
 
 Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
 
@@ -28,13 +26,6 @@ def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         name = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TraceError(f"A torch.nn.Module is needed, not {name}.")
-
-
-def path_of(who: str, path: object, what: str) -> Path:
-    """A path from text or a path."""
-    if not isinstance(path, str | os.PathLike):
-        raise FileError(f"{who} needs the path of a {what}, not {path!r}.")
-    return Path(path)
 
 
 class _Copying(TorchFunctionMode):

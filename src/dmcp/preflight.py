@@ -45,7 +45,6 @@ def preflight(
     for name, loader in loaders.items():
         if (loader is not None or name == "loader") and not length_of(loader, name):
             raise DataError(f"The {name} has no batches: is the batch larger than the data?")
-    batches.check_yields(val_loader, "val_loader")
     if networks > 1 and isinstance(val_loader, Generator):
         raise DataError("The val_loader is a generator, which gives its batches once: give a list or a DataLoader.")
     assert loaders["loader"] is not None

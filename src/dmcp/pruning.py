@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from dmcp import progress, retraining
+from dmcp.arguments import checked
 from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
-from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, ratios, show_cost
+from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, show_cost
 from dmcp.checkpoint import plain_settings
 from dmcp.compare.methods import Own, chooser, find_method
 from dmcp.compare.problem import Choice, Problem
@@ -45,6 +46,7 @@ Spec = int | float | str | Budget  # a budget as it is written
 _COMMON = (ORIGINAL, TEACHER, UNPRUNED)  # rows that all budgets share
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Loaders:
     """Batches of each part of `prune`, where one loader is not enough."""
@@ -80,6 +82,7 @@ class PruneResult:
         return "\n".join([results_table(self.rows, self.graph, self.origin), *times])
 
 
+@checked
 @shown
 def prune(
     model: nn.Module,
@@ -192,7 +195,7 @@ def prune(
 
 def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> list[Spec]:
     """The budgets, at least one; with settings of the search and a list, these say what is searched for."""
-    if not isinstance(budget, str | int | float | Budget | None):
+    if isinstance(budget, Sequence) and not isinstance(budget, str):
         if not budget:
             raise BudgetError("The list of budgets is empty: give at least one.")
         return [*budget]
@@ -489,9 +492,3 @@ def check_budget(small: nn.Module, widths: Widths, graph: ChannelGraph, budget: 
         if spent > limit.target:
             has, allowed = (show_cost(limit.kind, it) for it in (spent, limit.target))
             raise BudgetError(f"The cut network has {has}, more than the {allowed} allowed: please report this.")
-
-
-def expected_shares(found: SearchResult) -> tuple[float, ...]:
-    """Expected cost / target of each limit at the end of a search, before any rounding and repair."""
-    chances = found.process.marginals(found.alphas.double()) * (found.sizes > 0)
-    return tuple(ratios(found.budget, found.graph, chances, found.sizes, found.process).tolist())

@@ -20,19 +20,20 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from dmcp.arguments import checked
 from dmcp.budget import LATENCY, Budget, costs, show_cost
 from dmcp.checkpoint import Checkpointer, load_checkpoint
 from dmcp.errors import FileError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
-from dmcp.pruning import PruneResult, expected_shares
+from dmcp.pruning import PruneResult
 from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
 from dmcp.results import ACCURACY, Row, divergence, error_of, pruned, results_table
 from dmcp.runtime import io
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
-from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.searching.config import SearchRecord, SearchResult, expected_shares
 from dmcp.storage import SETTINGS as SETTINGS
 from dmcp.storage import WIDTHS, save
 from dmcp.tracing.graph import ChannelGraph
@@ -284,6 +285,7 @@ def save_search(result: SearchResult, folder: Path) -> None:
     write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
 
 
+@checked
 def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchResult:
     """What the search of a run found, for `expected` and `direct`; `graph`: traced from the unpruned model as it was.
 

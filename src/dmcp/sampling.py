@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dmcp.arguments import Seed, Share, checked
 from dmcp.batches import as_generator
 from dmcp.budget import Budget, check_reachable, parse, spent_shares
 from dmcp.errors import BudgetError
@@ -29,6 +30,7 @@ def expected_widths(result: SearchResult) -> Tensor:
     return result.process.moment(chances, result.sizes, 1).cpu()
 
 
+@checked
 def expected(result: SearchResult, align: int | None = None) -> Widths:
     """Expected sampling: the expected widths, rounded to multiples of `align`, then fitted into the budget.
 
@@ -44,8 +46,9 @@ def filled(settings: SearchResult | SearchConfig) -> float:
     return max(settings.tolerance, FILLED)
 
 
+@checked
 def direct(
-    result: SearchResult, n: int = 1, generator: torch.Generator | int | None = None, tries: int = 1_000_000
+    result: SearchResult, n: int = 1, generator: torch.Generator | Seed | None = None, tries: int = 1_000_000
 ) -> list[Widths]:
     """Direct sampling: up to n different widths sampled from the chains, all inside the budget.
 
@@ -83,12 +86,13 @@ def direct(
 # baselines at the same budget
 
 
+@checked
 def uniform(
     graph: ChannelGraph,
     budget: int | float | str | Budget,
     min_channels: Bound | None = None,
     align: int | None = None,
-    tolerance: float = FILLED,
+    tolerance: Share = FILLED,
     max_channels: Bound | None = None,
 ) -> Widths:
     """One ratio for all spaces, as large as the budget allows, rounded; the rest of the budget goes to single spaces.
@@ -102,13 +106,14 @@ def uniform(
     return fit(graph, parse(budget, graph), wish, options, tolerance, even=True)
 
 
+@checked
 def random_widths(
     graph: ChannelGraph,
     budget: int | float | str | Budget,
-    generator: torch.Generator | int | None = None,
+    generator: torch.Generator | Seed | None = None,
     min_channels: Bound | None = None,
     align: int | None = None,
-    tolerance: float = FILLED,
+    tolerance: Share = FILLED,
     max_channels: Bound | None = None,
 ) -> Widths:
     """Widths sampled uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""

@@ -95,7 +95,7 @@ def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
             continue
         kind = kind.removesuffix(" | None")
         if isinstance(enum := globals().get(kind), type) and issubclass(enum, StrEnum):
-            if value not in list(enum):
+            if not isinstance(value, str) or value not in list(enum):
                 raise error(f"{it.name} must be one of {', '.join(enum)}, not {value!r}.")
             object.__setattr__(settings, it.name, enum(value))
         elif kind == "bool" and not isinstance(value, bool):

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dmcp import models
+from dmcp.arguments import checked
 from dmcp.cutting import named_tensors
 from dmcp.errors import DmcpError, FileError, WidthsError
-from dmcp.modules import narrow, path_of, unwrap
+from dmcp.modules import narrow, unwrap
 from dmcp.runtime.io import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, staging_name, write_files
 from dmcp.widths import Widths, fingerprint
 
@@ -27,15 +28,14 @@ SETTINGS = "settings.json"  # of a run: how its network is built
 _MAX_EXTRA = 2**30  # bytes of weights beyond those of the model, for a head with more classes
 
 
+@checked
 def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> None:
     """Write the network into the folder as model.safetensors and widths.json; other files there are left alone.
 
     Whenever this is killed, `load` finds the old result or the new one: both files are complete before either is
     renamed, and widths.json has the checksum of its weights.
     """
-    if not isinstance(widths, Widths):
-        raise WidthsError("save needs the Widths of the network, to know its architecture: graph.widths(...).")
-    folder, small = path_of("save", folder, "folder"), unwrap(small)
+    folder, small = Path(folder), unwrap(small)
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in named_tensors(small).items()
@@ -65,13 +65,14 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
         raise FileError(f"{folder}: the result cannot be written: {error.strerror or error}.") from error
 
 
+@checked
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """The network that `save` wrote, as a copy of the model: the unpruned architecture, freshly built, not changed.
 
     Values and dtypes are the saved ones; devices, mode and requires_grad are the model's. A run folder needs no model
     if a library builds it by name. "owner/name" that is no folder here is fetched from the Hugging Face Hub.
     """
-    place = _place(path_of("load", folder, "folder"))
+    place = _place(Path(folder))
     model = _built(place(SETTINGS)) if model is None else unwrap(model)
     own = named_tensors(model)
     record, tensors = _read(place, _MAX_EXTRA + sum(16 * tensor.numel() for tensor in own.values()))

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmcp.arguments import PositiveInt, checked
 from dmcp.errors import WidthsError
 from dmcp.markov import group_sizes, marginals
 from dmcp.modules import Cut, narrow, unwrap
 from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.widths import Widths, fingerprint
+from dmcp.widths import Widths
 
 
 class Supernet(nn.Module):
@@ -25,11 +26,13 @@ class Supernet(nn.Module):
     space_of: Tensor  # of each channel: its space
     position: Tensor  # of each channel: its place in the space
 
-    def __init__(self, model: nn.Module, graph: ChannelGraph, groups: int = 10, align: int | None = None) -> None:
+    @checked
+    def __init__(
+        self, model: nn.Module, graph: ChannelGraph, groups: PositiveInt = 10, align: int | None = None
+    ) -> None:
         super().__init__()
         model = unwrap(model)
-        if fingerprint(model) != graph.fingerprint:
-            raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
+        graph.check_architecture(model)
         if graph.loses_gates:
             raise WidthsError(
                 "This model recomputes layers in the backward pass (activation checkpointing), or keeps weights for "

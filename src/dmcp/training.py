@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp import losses
-from dmcp.batches import Loader, check_parts, check_yields, device_of, input_of, length_of, on_device, size_of, widest
+from dmcp.arguments import checked
+from dmcp.batches import Loader, check_parts, device_of, input_of, length_of, on_device, size_of, widest
 from dmcp.calibration import Forward
 from dmcp.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError
 from dmcp.losses import Loss, Metric, check_metric, classification_loss, distillation_loss, loss_of, top1
-from dmcp.modules import call_model, check_module, kept_modes, tensors_in
+from dmcp.modules import call_model, kept_modes, tensors_in
 from dmcp.progress import Update, each, overdue, phase, shown
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, make_optimizer, rate_shares, set_lr, sgd, suits_kernels
@@ -31,6 +32,7 @@ _LARGE = 2_000_000  # parameters from which a network is taken for one of large 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What is learned: the loss, the metric of the test, what makes the optimizer, and fresh weights."""
@@ -50,6 +52,7 @@ class Event:
     record: Any  # StepRecord, SearchRecord, SearchResult, Row or Latency
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """How it is run: engine, checkpoints, and who hears of each step."""
@@ -112,7 +115,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def check_trainable(model: nn.Module) -> None:
     """Refuse a network without parameters that can be trained, and a place where nothing can be."""
-    check_module(model)
     if not torch.is_grad_enabled():
         raise TrainingError("Gradients are switched off here (torch.no_grad, torch.inference_mode): call it outside.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -143,6 +145,7 @@ class StepRecord:
         return {"": (self.loss,)}
 
 
+@checked
 @shown
 def train(
     model: nn.Module,
@@ -323,6 +326,7 @@ def _check_apart(model: nn.Module, teacher: nn.Module | None) -> None:
 # the test
 
 
+@checked
 def evaluate(
     model: nn.Module, loader: Iterable[Any], metric: Metric | None = None, forward: Forward | None = None
 ) -> float:
@@ -338,8 +342,6 @@ def evaluate_counted(
     model: nn.Module, loader: Iterable[Any], metric: Metric | None = None, forward: Forward | None = None
 ) -> tuple[float, int]:
     """`evaluate`, and the number of samples; 0 if there are several answers per sample."""
-    check_module(model)
-    check_yields(loader)
     world, device = current(), device_of(model)
     run = forward or (lambda x: call_model(model, x))
     whole, seen = check_metric(metric, world), 0

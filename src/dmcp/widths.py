@@ -89,7 +89,7 @@ class Widths(Mapping[str, int]):
         try:
             channels, shape, mark = data["widths"], data["input_shape"], data["fingerprint"]
             items = tuple((name, kept) for name, kept in channels.items())
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
             raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
         valid = all(isinstance(name, str) and type(kept) is int and kept >= 1 for name, kept in items)
         if not isinstance(mark, str) or not valid:

@@ -33,6 +33,7 @@ from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
 from dmcp.runs import REPORT, Run, is_run, read_run, read_widths
 from dmcp.runtime.io import plain
+from dmcp.searching.config import expected_shares
 from dmcp.searching.search import SEARCH
 from dmcp.searching.search import search as run_search
 from dmcp.settings import AUTO, UNPRUNED, LatencyConfig, Retrain, RuntimeKind
@@ -84,7 +85,7 @@ def prune(config: RunConfig, request: Request) -> None:
         print_json(networks | ({"folder": str(here.run.folder), "budgets": plain} if result.front else plain[""]))
         return
     if found := result.search:
-        shares = " and ".join(f"{share:.1%}" for share in pruning.expected_shares(found))
+        shares = " and ".join(f"{share:.1%}" for share in expected_shares(found))
         print(f"{len(found.log)} search steps; expected cost at their end: {shares} of {found.budget.text}")
     for name, own in results.items():
         print(f"{name} cut to {describe_costs(own.graph, own.widths)}".strip())
@@ -95,7 +96,7 @@ def _facts(folder: Path, result: pruning.PruneResult, replaced: Replaced) -> dic
     """A result as plain data."""
     facts = result_facts(folder, result.graph, result.widths, replaced)
     if found := result.search:
-        facts |= {"search_steps": len(found.log), "expected_shares": pruning.expected_shares(found)}
+        facts |= {"search_steps": len(found.log), "expected_shares": expected_shares(found)}
     return facts | ({} if result.latency is None else {"latency": asdict(result.latency)})
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from dmcp.budget import Budget, check_reachable, parse
+from dmcp.arguments import checked
+from dmcp.budget import Budget, check_reachable, parse, ratios
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, Process
 from dmcp.runtime.distributed import World, mean_values
@@ -68,6 +69,7 @@ def extremes(graph: ChannelGraph, sizes: Tensor) -> tuple[Widths, Widths]:
     return graph.widths(sizes[:, 0].tolist()), graph.widths(sizes.sum(dim=1).tolist())
 
 
+_NEAR = 0.9  # how far outside of its band, as a factor, a search may end and count as arrived
 _WIDTHS_EVERY = 10  # steps: there may be many spaces, and 100,000 steps
 
 
@@ -113,11 +115,30 @@ class SearchResult:
     log: tuple[SearchRecord, ...] = ()
     process: Process = CHAIN
 
+    @checked
     def with_budget(self, budget: int | float | str | Budget) -> SearchResult:
         """The same distribution for another budget: widths are scaled to that, not searched again."""
         wanted = parse(budget, self.graph)
         check_reachable(wanted, self.graph, *extremes(self.graph, self.sizes))
         return replace(self, budget=wanted)
+
+
+def expected_shares(result: SearchResult) -> tuple[float, ...]:
+    """Expected cost / target of each limit, before any rounding and repair."""
+    chances = result.process.marginals(result.alphas.double()) * (result.sizes > 0)
+    return tuple(ratios(result.budget, result.graph, chances, result.sizes, result.process).tolist())
+
+
+def missed_budget(result: SearchResult) -> str:
+    """A sentence about a search whose expected cost ended far from its budget, and what helps; else empty."""
+    share = max(expected_shares(result))
+    if _NEAR * result.tolerance <= share <= 1 / _NEAR:
+        return ""
+    return (
+        f"The search did not arrive at its budget {result.budget.text!r}: the expected cost at its end is {share:.1%} "
+        "of it, so that expected widths are only scaled to it, and direct samples may be far from it. Take "
+        'init="target" (which starts at the budget), more epochs, a larger alpha_lr or a larger budget_weight.'
+    )
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dmcp.arguments import checked
 from dmcp.batches import Loader, device_of, length_of, size_of
 from dmcp.budget import Budget, check_reachable, constant_alpha, front_alphas, parse
 from dmcp.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError, WidthsError
-from dmcp.losses import classification_loss, warn_of_distillation
+from dmcp.losses import classification_loss, warn, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.runtime.io import from_plain
-from dmcp.searching.config import SearchRecord, SearchResult, Step, extremes
+from dmcp.searching.config import SearchRecord, SearchResult, Step, extremes, missed_budget
 from dmcp.searching.steps import Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
@@ -33,6 +34,11 @@ SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one
 
 
+class SearchWarning(UserWarning):
+    """A search whose expected cost ended far from its budget."""
+
+
+@checked
 @shown
 def search(
     net: Supernet,
@@ -75,6 +81,8 @@ def search(
             log.flush()
     found = replace(searcher.result(), log=tuple(log.records))
     runtime.emit(SEARCH, searcher.total, found)
+    if world.first and (text := missed_budget(found)):
+        warn(text, SearchWarning)
     return found
 
 
@@ -85,6 +93,7 @@ class Searcher:
     what your own optimizers of `net.weights()` and `net.alphas()` minimize. `result()` has the alphas at any time.
     """
 
+    @checked
     def __init__(
         self,
         net: Supernet,

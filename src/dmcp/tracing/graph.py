@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from dmcp.arguments import checked
 from dmcp.errors import BudgetError, CutError, WidthsError
 from dmcp.markov import CHAIN, Process
 from dmcp.modules import Cut, skeleton
@@ -20,7 +21,7 @@ from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.layout import Layout, Segment
 from dmcp.tracing.record import Recording
 from dmcp.tracing.replay import ReplayContext
-from dmcp.widths import ChannelSpace, Dim, Widths
+from dmcp.widths import ChannelSpace, Dim, Widths, fingerprint
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
 
@@ -118,6 +119,7 @@ class ChannelGraph:
         names = (space.name for space in self.spaces)
         return Widths(tuple(zip(names, kept, strict=True)), self.input_shape, self.fingerprint, self._dims)
 
+    @checked
     def widths(self, kept: Mapping[str, int] | Sequence[int] | Tensor) -> Widths:
         """Some spaces narrowed by name and the rest full, or one number per space in order."""
         if isinstance(kept, Mapping):
@@ -184,7 +186,7 @@ class ChannelGraph:
         return polynomial.evaluate(self._numbers(widths))
 
     def _polynomial(self, kind: str) -> Polynomial:
-        if kind not in self._polynomials:
+        if not isinstance(kind, str) or kind not in self._polynomials:
             raise BudgetError(f"The {kind} of this network is not known: attach a measured table to the graph.")
         return self._polynomials[kind]
 
@@ -217,6 +219,11 @@ class ChannelGraph:
         full = [space.size for space in self.spaces]
         part = sum(evaluate(entry.macs, full) for entry in self.entries if counts(entry.macs))
         return part / max(1, self.macs())
+
+    def check_architecture(self, model: nn.Module) -> None:
+        """Refuse a model that this graph was not traced from."""
+        if fingerprint(model) != self.fingerprint:
+            raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
 
     # -- narrowing
 

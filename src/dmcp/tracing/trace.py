@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from dmcp.arguments import checked
 from dmcp.errors import TraceError
 from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, skeleton, tensors_in, unwrap
 from dmcp.tracing.cost import Terms, moments, product, total
@@ -44,10 +45,11 @@ _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rare
 _IGNORED = "ignored, as you asked"
 
 
+@checked
 def trace(
     model: nn.Module,
     example_input: Any,
-    ignore: Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
     rules: Mapping[Func, Rule] | None = None,
     exact: bool = True,
     strict: bool = False,

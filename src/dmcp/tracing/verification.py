@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from dmcp.errors import CutError, TraceError, WidthsError
+from dmcp.arguments import checked
+from dmcp.errors import CutError, TraceError
 from dmcp.modules import Cut, batch_of, call_model, index, map_leaves, narrow, rebatch, tensors_in, unwrap
 from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.record import Func, aten, check_example, untouched_world
-from dmcp.widths import ChannelSpace, fingerprint
+from dmcp.widths import ChannelSpace
 
 _SAME = 1e-6  # largest difference that rounding explains in float64, as a share of the largest number
 _CLOSE = 1e-2  # the same in the model's own precision
 _SMALL = 1e-3  # gradients are compared with their own largest number, but with no less than this share of all
 
 
+@checked
 def verify(
     model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Mapping[str, Kept] | None = None
 ) -> float:
@@ -38,8 +40,7 @@ def verify(
     """
     model = unwrap(model)
     check_example(example_input)
-    if fingerprint(model) != graph.fingerprint:
-        raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
+    graph.check_architecture(model)
     kept = _some_channels(graph.spaces) if widths is None else widths
     difference = _compare(model, graph, example_input, kept)
     if difference.found:
