@@ -6,6 +6,7 @@ import builtins
 import collections
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import stat
@@ -91,6 +92,12 @@ def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:
         return safetensors.torch.load(data)
     except Exception as error:  # safetensors and torch raise many classes for a header that makes no sense
         raise FileError(f"{name}: not a safetensors file: {quote(error)}.") from error
+
+
+def record_hash(record: Mapping[str, Any]) -> str:
+    """A hash of plain data without its "digest", where files keep this hash."""
+    text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def quote(text: object) -> str:
