@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import zipfile
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from dmcp.cli.config import RunConfig
 from dmcp.cli.session import load_weights, open_job
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
-from dmcp.errors import WidthsError
+from dmcp.errors import FileError, WidthsError
 from dmcp.models import build
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
@@ -140,6 +142,29 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
     torch.save(nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).state_dict(), tmp_path / "two.pth")
     with pytest.raises(WidthsError):
         load_weights(two, tmp_path / "two.pth", [], 10)
+
+
+def test_weights_are_read_from_plain_files_that_fit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that never ends, a pipe that never answers, and a small file that inflates to 4 GB."""
+    net = nn.Linear(4, 3)
+    os.mkfifo(tmp_path / "pipe.pth")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for path in (Path("/dev/zero"), tmp_path / "pipe.pth", tmp_path / "pipe.safetensors", tmp_path):
+        with pytest.raises(FileError, match="not a plain file"):
+            load_weights(net, path, [])
+    with zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("bomb/data.pkl", b"")
+    data = bytearray((tmp_path / "bomb.pth").read_bytes())
+    at = data.index(b"PK\1\2") + 24  # the size of the member in the directory
+    data[at : at + 4] = (2**32 - 2**20).to_bytes(4, "little")
+    (tmp_path / "bomb.pth").write_bytes(data)
+    monkeypatch.setattr("dmcp.runtime.io.free_memory", lambda: 2**50)
+    with pytest.raises(FileError, match="inflate to"):
+        load_weights(net, tmp_path / "bomb.pth", [])
+    save_file(net.state_dict(), tmp_path / "cut.safetensors")
+    os.truncate(tmp_path / "cut.safetensors", (tmp_path / "cut.safetensors").stat().st_size - 4)
+    with pytest.raises(FileError):  # its header promises more than the file holds
+        load_weights(net, tmp_path / "cut.safetensors", [])
 
 
 def test_a_dry_run_trains_and_writes_nothing_and_knows_of_bounds(

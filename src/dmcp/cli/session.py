@@ -49,7 +49,7 @@ from dmcp.retraining import DivergenceWarning
 from dmcp.runs import INPUT, LOG, REPLACED, SETTINGS, START, STARTS, Run, free_folder, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, join, leave
 from dmcp.runtime.engine import best_device
-from dmcp.runtime.io import LOCK, Lock
+from dmcp.runtime.io import LOCK, Lock, check_inflated, zip_sizes
 from dmcp.settings import AUTO, UNPRUNED, Corrupt
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -239,11 +239,14 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
 
 def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
     try:
+        check_inflated(path, *zip_sizes(path))
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         with warnings.catch_warnings(action="ignore"):  # of a TorchScript file, which is refused
             found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (FileNotFoundError, PermissionError, IsADirectoryError, SafetensorError) as error:
+    except FileError:
+        raise
+    except (PermissionError, SafetensorError) as error:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     except Exception as error:  # torch raises many kinds for a file that is cut off, or holds more than weights
         reason = "" if zipfile.is_zipfile(path) else "broken, cut off or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,8 @@ from PIL.Image import Image
 from torch import Tensor
 
 from dmcp.batches import core_count, generator
-from dmcp.errors import DataError
-from dmcp.runtime.io import quote
+from dmcp.errors import DataError, FileError
+from dmcp.runtime.io import check_inflated, quote, zip_sizes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
 SCALES = {3: (MEAN, STD), 1: ((0.458971,), (0.225609,))}  # by channels; of grey: PIL's shares of the colours
@@ -362,6 +363,7 @@ def _read_shards(folder: Path, part: str) -> _Arrays:
     paths = sorted(folder.glob(f"{part}-*.npz"), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise DataError(f"{folder} has no {part}-*.npz.")
+    _check_sizes(paths, folder / f"{part}-*.npz")
     shards: list[_Arrays] = []
     for path in paths:
         try:
@@ -376,6 +378,23 @@ def _read_shards(folder: Path, part: str) -> _Arrays:
         shards.append((images, labels.astype(np.int64)))
     every, numbers = zip(*shards, strict=True)
     return np.concatenate(every), np.concatenate(numbers)
+
+
+def _check_sizes(paths: Sequence[Path], name: Path) -> None:
+    """Refuse shards that do not fit into the free memory, or that a few bytes inflate to; nothing is read but sizes."""
+    stored_in_all, inflated_in_all = 0, 0
+    try:
+        for path in paths:
+            stored, inflated = zip_sizes(path, ("images.npy", "labels.npy"))
+            if not zipfile.is_zipfile(path):
+                raise ValueError("it is not an npz file")
+            check_inflated(path, stored, inflated)
+            stored_in_all, inflated_in_all = stored_in_all + stored, inflated_in_all + inflated
+        check_inflated(name, stored_in_all, inflated_in_all)
+    except FileError as error:
+        raise DataError(str(error)) from error
+    except Exception as error:  # zipfile raises many kinds for a broken file
+        raise DataError(f"{path} cannot be read as a shard with images and labels: {quote(error)}") from error
 
 
 _Arrays = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,) int64
