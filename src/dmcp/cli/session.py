@@ -35,7 +35,18 @@ from dmcp.checkpoint import Checkpointer, digest
 from dmcp.cli.config import GIVEN, Request, RunConfig, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
-from dmcp.data.datasets import ArraySet, DataSet, DataSets, FolderSet, load, no_images, preprocessing, some_sizes, split
+from dmcp.data.datasets import (
+    ArraySet,
+    DataSet,
+    DataSets,
+    FolderSet,
+    digest_of,
+    load,
+    no_images,
+    preprocessing,
+    some_sizes,
+    split,
+)
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, device_name
@@ -104,6 +115,7 @@ class Job:
         labels = torch.cat([self.data.train.labels, self.data.test.labels]).numpy().tobytes()
         counts = {"train": len(self.data.train), "test": len(self.data.test), "shape": list(self.data.shape)}
         data = counts | {"labels": hashlib.sha256(labels).hexdigest()[:16]}
+        data |= {"images for training": digest_of(self.data.train), "images for the test": digest_of(self.data.test)}
         given = {"hash of --weights": self.model if self.config.weights else None, "teacher": self.teacher}
         hashes = {name: digest(net.state_dict(), SINGLE_PROCESS) for name, net in given.items() if net is not None}
         return {"fingerprint": self.graph.fingerprint, "macs": self.graph.macs(), "data": data} | hashes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import hashlib
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from dmcp.batches import core_count, generator
 from dmcp.errors import DataError, FileError
-from dmcp.runtime.io import check_inflated, quote, zip_sizes
+from dmcp.runtime.io import check_inflated, plain_file_size, quote, zip_sizes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
 SCALES = {3: (MEAN, STD), 1: ((0.458971,), (0.225609,))}  # by channels; of grey: PIL's shares of the colours
@@ -312,6 +314,42 @@ def preprocessing(data: DataSets) -> dict[str, Any]:
         "std": list(std),
         "classes": list(files.names) if files is not None else [],
     }
+
+
+_DIGESTED = 2**27  # bytes of image files that are read for a digest
+
+
+def digest_of(dataset: DataSet) -> str:
+    """A hash that shows whether images were replaced: a function of names, sizes and contents alone.
+
+    Arrays are hashed whole. Of image files it has all names (inside the folder) and sizes, and the bytes of as many,
+    evenly spread, as make 128 MiB: all of a small folder, about one in a thousand of ImageNet. Neither times nor where
+    the folder is change it.
+    """
+    digest = hashlib.sha256()
+    if isinstance(dataset, ArraySet):
+        digest.update(np.ascontiguousarray(dataset.images.numpy()))
+        digest.update(np.ascontiguousarray(dataset.labels.numpy()))
+        return digest.hexdigest()[:16]
+    with ThreadPool(core_count()) as pool:
+        sizes = pool.map(_plain_size, dataset.paths, chunksize=256)
+    for path, size in zip(dataset.paths, sizes, strict=True):
+        name = path.removeprefix(dataset.root)
+        digest.update(os.fsencode(f"{name}\0{size}\0"))
+    step = max(1, -(-sum(sizes) // _DIGESTED))
+    for path, size in zip(dataset.paths[::step], sizes[::step], strict=True):
+        with contextlib.suppress(OSError):  # one that may not be read is reported where it is needed
+            if size:
+                digest.update(Path(path).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _plain_size(path: str) -> int:
+    """Bytes of an image file; 0 for what is not a plain file."""
+    try:
+        return plain_file_size(path)
+    except FileError:
+        return 0
 
 
 def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:

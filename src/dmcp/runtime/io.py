@@ -74,10 +74,10 @@ def read_bytes(path: Path, most: int) -> bytes:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
-def plain_file_size(path: Path) -> int:
+def plain_file_size(path: str | os.PathLike[str]) -> int:
     """Bytes of a plain file, which a link may lead to; FileError for a pipe or device, whose reading may never end."""
     try:
-        facts = path.stat()
+        facts = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     if not stat.S_ISREG(facts.st_mode):
