@@ -7,8 +7,11 @@ import json
 import os
 import shutil
 import zipfile
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch import nn
 from typed import command
 
 import dmcp
+from dmcp.batches import size_of
 from dmcp.cli import prune as commands
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import load_weights, open_job
@@ -180,6 +184,27 @@ def test_a_dry_run_trains_and_writes_nothing_and_knows_of_bounds(
     low, high = ([it[end]["macs"] for it in reached] for end in ("min", "max"))
     assert low[0] == low[2] < low[1] == graph.macs({space.name: 8 for space in graph.spaces})
     assert high[0] == high[1] > high[2] == graph.macs({space.name: min(56, space.size) for space in graph.spaces})
+
+
+def test_a_dry_run_on_a_cpu_measures_small_batches(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 1,024 images of 224 px takes more memory than many CPUs have."""
+    monkeypatch.setattr(commands, "_MEASURED", 2**12, raising=False)  # 64 digits
+    sizes, real_search, real_training = list[int](), commands.run_search, commands.run_training
+
+    def seen(real: Callable[..., Any], net: nn.Module, batches: list[Any], *rest: Any, **options: Any) -> Any:
+        sizes.extend(map(size_of, batches))
+        return real(net, batches, *rest, **options)
+
+    monkeypatch.setattr(commands, "run_search", partial(seen, real_search))
+    monkeypatch.setattr(commands, "run_training", partial(seen, real_training))
+    code, out, _ = run(capsys, "prune", *SHORT, "--dry-run")
+    assert code == 0 and {*sizes} == {64} and "batches of 64 images, and scaled to 708" in out
+    monkeypatch.undo()
+    measured = {
+        device: commands.measured_batch(1024, (3, 224, 224), torch.device(device)) for device in ("cpu", "cuda")
+    }
+    assert measured == {"cpu": 13, "cuda": 1024}
+    assert commands.measured_batch(256, (3, 32, 32), torch.device("cpu")) == 256
 
 
 # without a search, and for several budgets
