@@ -328,8 +328,8 @@ def digest_of(dataset: DataSet) -> str:
     """
     digest = hashlib.sha256()
     if isinstance(dataset, ArraySet):
-        digest.update(np.ascontiguousarray(dataset.images.numpy()))
-        digest.update(np.ascontiguousarray(dataset.labels.numpy()))
+        digest.update(np.ascontiguousarray(dataset.images.numpy()).data)
+        digest.update(np.ascontiguousarray(dataset.labels.numpy()).data)
         return digest.hexdigest()[:16]
     with ThreadPool(core_count()) as pool:
         sizes = pool.map(_plain_size, dataset.paths, chunksize=256)

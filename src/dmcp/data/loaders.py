@@ -106,7 +106,8 @@ def make_loader(
 
 def with_batch_size(loader: Any, batch_size: int) -> Any:
     """A copy of a loader, of the same images in the same order, with batches of another size."""
-    other = copy.copy(loader.loader if isinstance(loader, FewBatches) else loader)
+    inner: Any = loader.loader if isinstance(loader, FewBatches) else loader
+    other = copy.copy(inner)
     other.batch_size = batch_size
     return other
 
