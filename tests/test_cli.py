@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import zipfile
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +21,13 @@ from torch import nn
 from typed import command
 
 import dmcp
+from dmcp.batches import size_of
 from dmcp.cli import prune as commands
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import load_weights, open_job
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
-from dmcp.errors import WidthsError
+from dmcp.errors import FileError, WidthsError
 from dmcp.models import build
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
@@ -142,6 +148,29 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
         load_weights(two, tmp_path / "two.pth", [], 10)
 
 
+def test_weights_are_read_from_plain_files_that_fit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that never ends, a pipe that never answers, and a small file that inflates to 4 GB."""
+    net = nn.Linear(4, 3)
+    os.mkfifo(tmp_path / "pipe.pth")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for path in (Path("/dev/zero"), tmp_path / "pipe.pth", tmp_path / "pipe.safetensors", tmp_path):
+        with pytest.raises(FileError, match="not a plain file"):
+            load_weights(net, path, [])
+    with zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("bomb/data.pkl", b"")
+    data = bytearray((tmp_path / "bomb.pth").read_bytes())
+    at = data.index(b"PK\1\2") + 24  # the size of the member in the directory
+    data[at : at + 4] = (2**32 - 2**20).to_bytes(4, "little")
+    (tmp_path / "bomb.pth").write_bytes(data)
+    monkeypatch.setattr("dmcp.runtime.io.free_memory", lambda: 2**50)
+    with pytest.raises(FileError, match="inflate to"):
+        load_weights(net, tmp_path / "bomb.pth", [])
+    save_file(net.state_dict(), tmp_path / "cut.safetensors")
+    os.truncate(tmp_path / "cut.safetensors", (tmp_path / "cut.safetensors").stat().st_size - 4)
+    with pytest.raises(FileError):  # its header promises more than the file holds
+        load_weights(net, tmp_path / "cut.safetensors", [])
+
+
 def test_a_dry_run_trains_and_writes_nothing_and_knows_of_bounds(
     graph: dmcp.ChannelGraph, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +184,27 @@ def test_a_dry_run_trains_and_writes_nothing_and_knows_of_bounds(
     low, high = ([it[end]["macs"] for it in reached] for end in ("min", "max"))
     assert low[0] == low[2] < low[1] == graph.macs({space.name: 8 for space in graph.spaces})
     assert high[0] == high[1] > high[2] == graph.macs({space.name: min(56, space.size) for space in graph.spaces})
+
+
+def test_a_dry_run_on_a_cpu_measures_small_batches(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 1,024 images of 224 px takes more memory than many CPUs have."""
+    monkeypatch.setattr(commands, "_MEASURED", 2**12, raising=False)  # 64 digits
+    sizes, real_search, real_training = list[int](), commands.run_search, commands.run_training
+
+    def seen(real: Callable[..., Any], net: nn.Module, batches: list[Any], *rest: Any, **options: Any) -> Any:
+        sizes.extend(map(size_of, batches))
+        return real(net, batches, *rest, **options)
+
+    monkeypatch.setattr(commands, "run_search", partial(seen, real_search))
+    monkeypatch.setattr(commands, "run_training", partial(seen, real_training))
+    code, out, _ = run(capsys, "prune", *SHORT, "--dry-run")
+    assert code == 0 and {*sizes} == {64} and "batches of 64 images, and scaled to 708" in out
+    monkeypatch.undo()
+    measured = {
+        device: commands.measured_batch(1024, (3, 224, 224), torch.device(device)) for device in ("cpu", "cuda")
+    }
+    assert measured == {"cpu": 13, "cuda": 1024}
+    assert commands.measured_batch(256, (3, 32, 32), torch.device("cpu")) == 256
 
 
 # without a search, and for several budgets

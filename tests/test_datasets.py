@@ -6,9 +6,11 @@ import itertools
 import json
 import os
 import pickle
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -281,3 +283,30 @@ def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
     for name in ("eps.png", "pipe.png"):
         with pytest.raises(DataError):
             read_pixels(str(tmp_path / name))
+
+
+def test_shards_that_inflate_to_gigabytes_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two small files whose directories promise 5 GB each, and honest ones that the memory cannot hold."""
+    folder = write_shards(tmp_path / "bomb")
+    path = folder / "train-0.npz"
+    with zipfile.ZipFile(path) as file:
+        (images,) = (part for part in file.infolist() if part.filename == "images.npy")
+    at = path.read_bytes().index(b"PK\1\2") + 24  # the size of the first member in the directory
+    data = bytearray(path.read_bytes())
+    assert int.from_bytes(data[at : at + 4], "little") == images.file_size
+    data[at : at + 4] = (2**32 - 2**20).to_bytes(4, "little")
+    path.write_bytes(data)
+    monkeypatch.setattr(datasets.np, "load", Mock(side_effect=AssertionError("it was read")))
+    monkeypatch.setattr("dmcp.runtime.io.free_memory", lambda: 2**50)
+    with pytest.raises(DataError, match="inflate to"):
+        load(folder)
+    monkeypatch.setattr("dmcp.runtime.io.free_memory", lambda: 4000)
+    with pytest.raises(DataError, match="bytes of memory that are free"):
+        load(write_shards(tmp_path / "large"))
+
+
+def test_a_shard_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "pipe", train1=None)
+    os.mkfifo(folder / "train-1.npz")
+    with pytest.raises(DataError, match="not a plain file"):
+        load(folder)

@@ -30,6 +30,7 @@ from dmcp.markov import CHAIN
 from dmcp.models import build
 from dmcp.report.html import make_page
 from dmcp.runs import read_run
+from dmcp.runtime.io import record_hash
 from dmcp.sampling import expected
 from dmcp.searching.config import SearchResult
 from dmcp.settings import LatencyConfig, RuntimeKind
@@ -189,9 +190,21 @@ def test_a_table_is_the_same_after_a_file_and_others_are_refused(tmp_path: Path)
         assert Latency.load(tmp_path / "a" / "table.json") == found
     whole = json.loads(json.dumps(table().to_json()))
     for change in ({"terms": [5]}, {"runtime": "abacus"}, {"more": 1}, {"format": "else"}):
-        (tmp_path / "table.json").write_text(json.dumps(whole | change))
+        (tmp_path / "table.json").write_text(json.dumps(whole | change | {"digest": record_hash(whole | change)}))
         with pytest.raises(FileError, match="not a latency table"):
             Latency.load(tmp_path / "table.json")
+
+
+def test_a_damaged_number_in_a_table_is_noticed(tmp_path: Path) -> None:
+    whole = json.loads(json.dumps(table().to_json()))
+    whole["terms"][0][1] += 1
+    (tmp_path / "table.json").write_text(json.dumps(whole))
+    with pytest.raises(FileError, match="damaged, or changed"):
+        Latency.load(tmp_path / "table.json")
+    older = {key: value for key, value in whole.items() if key != "digest"} | {"format": "torch-dmcp latency 3"}
+    (tmp_path / "table.json").write_text(json.dumps(older))
+    with pytest.raises(FileError, match="not a latency table in the format"):
+        Latency.load(tmp_path / "table.json")
 
 
 # choosing

@@ -15,13 +15,14 @@ import pytest
 import torch
 from nets import Residual, counted_macs, same, sample, state
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dmcp
 from dmcp import models
 from dmcp.budget import parse
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
-from dmcp.errors import BudgetError
+from dmcp.errors import BudgetError, FileError
 from dmcp.losses import DistillationWarning, MetricWarning, classification_loss
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
@@ -318,6 +319,24 @@ def test_a_trained_network_with_other_labels_is_named() -> None:
     moved = [(images, (labels + 1) % 10) for images, labels in test]
     with pytest.warns(LabelsWarning):
         dmcp.prune(model, train, moved, method="uniform", graph=graph, retrain="none")
+
+
+@pytest.mark.parametrize("kind", ["list", "TensorDataset"])
+def test_tensors_that_were_replaced_meanwhile_are_refused(kind: str, tmp_path: Path) -> None:
+    """A loader whose order is random gives other batches each time, but its tensors are the same."""
+    images, labels = (torch.cat(parts) for parts in zip(*Noise(), strict=True))
+
+    def start(pixels: Tensor, stop: bool) -> None:
+        loader: Any = DataLoader(TensorDataset(pixels, labels), 4, shuffle=True)
+        keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=lambda: stop)
+        batches = [*zip(pixels.split(4), labels.split(4), strict=True)]
+        prune(loader=batches if kind == "list" else loader, runtime=dmcp.Runtime(checkpointer=keeper))
+
+    with pytest.raises(dmcp.StoppedError):
+        start(images, stop=True)
+    with pytest.raises(FileError, match="data of loader was"):
+        start(images.flip(3), stop=False)
+    start(images, stop=False)
 
 
 def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:

@@ -301,3 +301,32 @@ def test_other_weights_are_refused(capfd: Capture) -> None:
     assert typed(*argv, moment=step_of("unpruned", 12)) == -1 and "model is used" in capfd.readouterr().err
     torch.save(other, "given.pth")
     assert typed("train", "--resume", "run") == 2 and "weights was" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["files", "arrays"])
+def test_a_run_whose_images_were_replaced_does_not_go_on(kind: str, tmp_path: Path, capfd: Capture) -> None:
+    """Same names, labels and, of the files, sizes, but other pixels; a copy with other times is the same data."""
+    data, run = tmp_path / "pets", tmp_path / "run"
+    if kind == "files":
+        write_photos(data, count=8)
+    else:
+        data.mkdir()
+        for part in ("train", "test"):
+            images = np.random.default_rng(0).integers(0, 255, (16, 16, 16, 3), np.uint8)
+            np.savez(data / f"{part}-0.npz", images=images, labels=np.arange(16) % 2)
+    words = ("--model", "killed_net:build", "--model-args", "channels=3", "--data", data, "--epochs", "2", "--quiet")
+    more = ("--input", "3x16x16") if kind == "files" else ()
+    argv = ("train", *words, *more, "--batch", "4", "--save-steps", "3", "--out", run)
+    assert typed(*argv, moment=step_of("unpruned", 7)) == -1
+    copied = shutil.copytree(run, tmp_path / "copied")
+    path = next(iter(sorted(data.rglob("*.png")))) if kind == "files" else data / "train-0.npz"
+    before = path.read_bytes()
+    if kind == "files":
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    else:
+        np.savez(path, images=255 - images, labels=np.arange(16) % 2)
+    assert typed("train", "--resume", run, "--quiet") == 2
+    assert "images for training was" in capfd.readouterr().err
+    path.write_bytes(before)
+    os.utime(path, (1, 1))
+    assert typed("train", "--resume", copied, "--quiet") == 0

@@ -25,7 +25,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from dmcp.arguments import PositiveInt, Range, checked
 from dmcp.batches import Loader, batches_from, length_of, mix, on_device, size_of, start_epoch
@@ -398,6 +399,29 @@ def plain_settings(
         return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))  # a budget has a text
 
     return json.loads(json.dumps(flat, default=text))  # type: ignore[no-any-return]
+
+
+def digest_of_loader(loader: Any, world: World) -> str | None:
+    """A hash of the tensors that all ranks take their batches from; None for a loader whose data cannot be known.
+
+    Those of a list of batches and of a DataLoader over tensors are at hand. Any other batch would have to be drawn,
+    which takes random numbers, and in random order it is another one each time.
+    """
+    data = loader if isinstance(loader, list | tuple) else getattr(loader, "dataset", None)
+    hashed = hashlib.sha256()
+    while isinstance(data, Subset):
+        hashed.update(json.dumps([*map(int, data.indices)]).encode())
+        data = data.dataset
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    leaves = tree_leaves([*data]) if isinstance(data, list | tuple) else []
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            hashed.update(_copy(tensor).reshape(-1).view(torch.uint8).numpy().data)
+    parts = gather(hashed.hexdigest()[:16] if tensors else None, world)
+    return " ".join(parts) if all(parts) else None
 
 
 def digest(tensors: Mapping[str, Tensor], world: World) -> str:

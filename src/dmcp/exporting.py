@@ -30,7 +30,7 @@ from dmcp.batches import generator, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
 from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap
 from dmcp.progress import phase
-from dmcp.runtime.io import quote, write_files
+from dmcp.runtime.io import plain_file_size, quote, write_files
 
 ONNX, PT2 = ".onnx", ".pt2"
 NOTE = "input.json"  # the preprocessing: a key in the metadata of ONNX, an extra file in .pt2
@@ -232,6 +232,7 @@ def _output_names(outputs: Any) -> list[str]:
 
 def open_file(path: Path, threads: int = 0) -> OpenFile:
     """An .onnx file in onnxruntime on the CPU, 0 threads: its own choice; a .pt2 file in torch."""
+    plain_file_size(path)  # refuses a pipe or device, whose reading may never end
     if path.suffix == ONNX:
         runtime = importlib.import_module("onnxruntime")
         settings = runtime.SessionOptions()

@@ -35,7 +35,7 @@ from dmcp.exporting import blaming, turn_times
 from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, tensors_in, unwrap
 from dmcp.progress import each, shown
 from dmcp.runtime.distributed import current, gather
-from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, write_files
+from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, record_hash, write_files
 from dmcp.sampling import between
 from dmcp.settings import FloatType, LatencyConfig, RuntimeKind
 from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
@@ -49,7 +49,8 @@ Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds
 Array = NDArray[np.float64]
 Picked = TypeVar("Picked")
 LATENCY_FILE = "latency.json"  # the table's name in a run
-_FORMAT = "torch-dmcp latency 3"  # 3: the unpruned network is forecast as measured
+_FORMAT = "torch-dmcp latency 4"  # 3: the unpruned network is forecast as measured; 4: with a checksum
+_CHECKSUM = "digest"  # of all else in the file
 _POOR = 0.15  # median error above which a warning is given
 
 
@@ -142,15 +143,19 @@ class Latency:
     def to_json(self) -> dict[str, Any]:
         """Plain data that `from_json` turns back into the same value."""
         terms = [[list(spaces), factor] for spaces, factor in self.terms.items()]
-        return {"format": _FORMAT} | asdict(self) | {"terms": terms}
+        record = {"format": _FORMAT} | asdict(self) | {"terms": terms}
+        return record | {_CHECKSUM: record_hash(record)}
 
     @staticmethod
     def from_json(data: Any, name: object = "this table") -> Latency:
         """Read what `to_json` wrote; anything else is refused."""
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise FileError(f"{name}: not a latency table: dmcp latency --out {LATENCY_FILE} writes one.")
+            needs = f"dmcp latency --out {LATENCY_FILE} writes one"
+            raise FileError(f"{name}: not a latency table in the format {_FORMAT!r}: {needs}.")
+        if data.get(_CHECKSUM) != record_hash(data):
+            raise FileError(f"{name}: damaged, or changed since it was measured: measure the latency again.")
         try:
-            plain = {key: value for key, value in data.items() if key != "format"}
+            plain = {key: value for key, value in data.items() if key not in ("format", _CHECKSUM)}
             plain["terms"] = {tuple(spaces): factor for spaces, factor in data["terms"]}
             plain["input_shape"] = tuples(data["input_shape"])
             return from_plain(Latency, plain)

@@ -15,7 +15,7 @@ from dmcp import progress, retraining
 from dmcp.arguments import checked
 from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, show_cost
-from dmcp.checkpoint import plain_settings
+from dmcp.checkpoint import digest_of_loader, plain_settings
 from dmcp.compare.methods import Own, chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
@@ -290,6 +290,8 @@ class Work:
         settings |= {"baselines": sorted(self.baselines), "graph": self.graph.fingerprint}
         settings |= {"arch_loader": self.loaders.arch is not None, "optimizer": self.task.optimizer is not None}
         settings |= {"latency": table and table.digest, "teacher": how.teacher if guide is None else TEACHER}
+        loaders = {"loader": self.loaders.search, "arch_loader": self.loaders.arch, "train_loader": self.loaders.train}
+        settings |= {f"data of {name}": digest_of_loader(loader, current()) for name, loader in loaders.items()}
         weights, taught = unwrap(self.model).state_dict(), None if guide is None else guide.state_dict()
         identity = plain_settings(settings, weights, current(), taught)
         checkpointer = replace(self.runtime.checkpointer, identity=identity)

@@ -103,10 +103,11 @@ class Run:
     def lines(self) -> int:
         """Lines of the log, all of them safe on the disk."""
         path = self.folder / LOG
+        lines = _lines(path)  # first: it refuses a pipe, which would wait for its other end
         if path.exists():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        return len(_lines(path))
+        return len(lines)
 
     def checkpointer(self, identity: Mapping[str, Any], **when: Any) -> Checkpointer:
         """The checkpointer of this run's stages."""
@@ -166,7 +167,7 @@ class Run:
             search = stored["search"] | {"budget": own.budget.text}
             run.write(SETTINGS, stored | {"budgets": [], "search": search})
             for path in (it for it in (self.folder / INPUT, self.folder / LATENCY_FILE) if it.exists()):
-                run.write(path.name, path.read_bytes())
+                run.write(path.name, read_bytes(path, io.MOST_JSON))
             records = [{"stage": "search"} | asdict(record) for record in (own.search.log if own.search else ())]
             for row in own.rows:
                 steps = self.records(f"{row.name} {name}") or self.records(row.name)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,16 @@ from dmcp.arguments import checked
 from dmcp.cutting import named_tensors
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.modules import narrow, unwrap
-from dmcp.runtime.io import MOST_JSON, parse_json, parse_tensors, quote, read_bytes, staging_name, write_files
+from dmcp.runtime.io import (
+    MOST_JSON,
+    parse_json,
+    parse_tensors,
+    quote,
+    read_bytes,
+    record_hash,
+    staging_name,
+    write_files,
+)
 from dmcp.widths import Widths, fingerprint
 
 FORMAT = "torch-dmcp 1"
@@ -58,7 +67,7 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
         "tensors": shapes,
         "sha256": hashlib.sha256(weights).hexdigest(),
     }
-    text = json.dumps(record | {"digest": _hash(record)}, indent=1)
+    text = json.dumps(record | {"digest": record_hash(record)}, indent=1)
     try:
         write_files(folder, {WEIGHTS: weights, WIDTHS: text.encode()})
     except OSError as error:
@@ -143,11 +152,6 @@ def _like(known: Any, value: Any) -> Any:
     return getattr(type(known), "_make", type(known))(value)
 
 
-def _hash(record: Mapping[str, Any]) -> str:
-    text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _read(place: Callable[[str], Path], most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The record and the tensors of a saved result, if they belong together and nobody has edited them.
 
@@ -157,7 +161,11 @@ def _read(place: Callable[[str], Path], most: int) -> tuple[dict[str, Any], dict
     for path in (place(WIDTHS), place(staging_name(WIDTHS))):
         try:
             record = parse_json(read_bytes(path, MOST_JSON), path)
-            if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("digest") != _hash(record):
+            if (
+                not isinstance(record, dict)
+                or record.get("format") != FORMAT
+                or record.get("digest") != record_hash(record)
+            ):
                 raise FileError(f"{path}: no result in the format {FORMAT!r}, or changed since it was saved.")
             if record.get("sha256") != hashlib.sha256(weights).hexdigest():
                 raise FileError(f"{place(WEIGHTS)}: not the weights that were saved: truncated or changed since.")

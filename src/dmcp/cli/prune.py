@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import signal
 import statistics
@@ -26,6 +27,7 @@ from dmcp.cli import session
 from dmcp.cli.config import Request, RunConfig, make_config
 from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, log, print_json, result_facts
 from dmcp.cutting import cut
+from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.errors import DmcpError
 from dmcp.exporting import wait
 from dmcp.latency import LATENCY_FILE, Latency, attach_latency
@@ -48,6 +50,7 @@ _ON_A_GPU = 8  # processes at once, unless told
 SUMMARY = "summary.json"  # of several seeds
 _SLOW = 5.0  # seconds of a step that need not be measured again
 _STEPS = 4  # of each kind that a forecast measures
+_MEASURED = 2**21  # numbers in a batch that a forecast measures on a CPU: 13 images of 224 px
 
 
 def prune(config: RunConfig, request: Request) -> None:
@@ -334,8 +337,12 @@ def dry_run(config: RunConfig, request: Request) -> None:
     assert config.search is not None
     low, high = pruning.reachable(graph, config.search)
     budgets = pruning.read_budgets(_specs(config), graph, low, high)
+    images = measured_batch(config.batch, job.data.shape, place)
     with progress.showing(False if request.quiet or request.as_json else None, lines=True):
-        (pace, held_back), stages = loader_pace(job.loaders.search, place), forecast(job, budgets)
+        read_at_once = min(config.batch, max(images, CHUNK * core_count()))  # no core that reads files is idle
+        pace, held_back = loader_pace(with_batch_size(job.loaders.search, read_at_once), place)
+        pace *= config.batch / read_at_once
+        stages = forecast(job, budgets, images)
     slow = [stage.name for stage in stages if stage.seconds < pace * stage.steps]
     if slow and held_back:
         log(f"The loader takes {1000 * pace:.0f} ms for a batch and holds back {', '.join(slow)}: {held_back}.")
@@ -347,7 +354,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
         asked = [session.plain_costs({limit.kind: limit.target for limit in it.limits}) for it in budgets.values()]
         facts: dict[str, Any] = {"reachable": ends, "asked": asked, "chosen": job.reasons, "device": place.type}
         facts |= {"stages": [stage._asdict() for stage in stages], "steps": steps, "seconds": seconds}
-        print_json(facts | {"peak_bytes": memory})
+        print_json(facts | {"measured_batch": images, "peak_bytes": memory})
         return
     print(f"{graph.summary()}\n")
     print(f"reachable: from {describe_costs(graph, low)}\n           to   {describe_costs(graph, high)}")
@@ -357,6 +364,8 @@ def dry_run(config: RunConfig, request: Request) -> None:
     print()
     for stage in (*stages, Stage("in all", steps, seconds)):
         print(f"{stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
+    if images < config.batch:
+        print(f"\nMeasured with batches of {images:,} images, and scaled to {config.batch:,} by their number.")
     print(f"\n{memory / 2**30:.1f} GiB on the GPU" if memory else "", end="")
     print("\nNothing was trained, and no run was written.")
 
@@ -382,24 +391,36 @@ def loader_pace(loader: Any, place: torch.device) -> tuple[float, str]:
     return (times[-1] - times[0]) / max(1, len(times) - 1), f"--workers {cores}" if loader.workers < cores else more
 
 
-def forecast(job: Job, budgets: Mapping[str, Budget]) -> list[Stage]:
-    """The stages of a run, by a few steps of copies of the network and of its supernet."""
-    config, graph, loader = job.config, job.graph, job.loaders.search
+def measured_batch(batch: int, sample: Sequence[int], device: torch.device) -> int:
+    """Images in the batches that a forecast measures: on a CPU few, whose memory a whole batch may exhaust.
+
+    There the time of a step is in proportion to its images; on a GPU it is not, and the memory is measured, too.
+    """
+    return min(batch, max(2, _MEASURED // math.prod(sample))) if device.type == "cpu" else batch
+
+
+def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage]:
+    """The stages of a run, by a few steps of copies of the network and of its supernet.
+
+    images: in the batches of these steps, whose time is scaled to the batches of the run.
+    """
+    config, graph, loader = job.config, job.graph, with_batch_size(job.loaders.search, images)
     search, train = config.search, config.train
     assert search is not None
     batches, silent = [*itertools.islice(loader, _STEPS)], Runtime(progress=False)
+    scale = config.batch / images
 
     def seconds_of(run: Callable[[list[Any]], object]) -> float:
-        """Time of a step: that of several less that of one; the first time of all is slow."""
+        """Time of a step of the run: that of several less that of one; the first time of all is slow."""
         times = list[float]()
         for some in (batches[:1], batches[:1], 2 * batches):
             if len(times) == 2 and times[1] > _SLOW:
-                return times[1]
+                return scale * times[1]
             begin = time.perf_counter()
             run(some)
             wait(device_of(job.model))
             times.append(time.perf_counter() - begin)
-        return max(0.0, times[2] - times[1]) / (2 * len(batches) - 1)
+        return scale * max(0.0, times[2] - times[1]) / (2 * len(batches) - 1)
 
     few, short = replace(train, epochs=1, warmup_epochs=0), replace(search, epochs=1, warmup=0, accumulate=1)
     net = Supernet(job.model, graph, search.groups, search.align)

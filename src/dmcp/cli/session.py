@@ -35,7 +35,18 @@ from dmcp.checkpoint import Checkpointer, digest
 from dmcp.cli.config import GIVEN, Request, RunConfig, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
-from dmcp.data.datasets import ArraySet, DataSet, DataSets, FolderSet, load, no_images, preprocessing, some_sizes, split
+from dmcp.data.datasets import (
+    ArraySet,
+    DataSet,
+    DataSets,
+    FolderSet,
+    digest_of,
+    load,
+    no_images,
+    preprocessing,
+    some_sizes,
+    split,
+)
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.latency import LATENCY_FILE, Latency, device_name
@@ -49,7 +60,7 @@ from dmcp.retraining import DivergenceWarning
 from dmcp.runs import INPUT, LOG, REPLACED, SETTINGS, START, STARTS, Run, free_folder, read_json, refuse_taken, slug
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, join, leave
 from dmcp.runtime.engine import best_device
-from dmcp.runtime.io import LOCK, Lock
+from dmcp.runtime.io import LOCK, Lock, check_inflated, zip_sizes
 from dmcp.settings import AUTO, UNPRUNED, Corrupt
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -104,6 +115,7 @@ class Job:
         labels = torch.cat([self.data.train.labels, self.data.test.labels]).numpy().tobytes()
         counts = {"train": len(self.data.train), "test": len(self.data.test), "shape": list(self.data.shape)}
         data = counts | {"labels": hashlib.sha256(labels).hexdigest()[:16]}
+        data |= {"images for training": digest_of(self.data.train), "images for the test": digest_of(self.data.test)}
         given = {"hash of --weights": self.model if self.config.weights else None, "teacher": self.teacher}
         hashes = {name: digest(net.state_dict(), SINGLE_PROCESS) for name, net in given.items() if net is not None}
         return {"fingerprint": self.graph.fingerprint, "macs": self.graph.macs(), "data": data} | hashes
@@ -239,11 +251,14 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
 
 def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
     try:
+        check_inflated(path, *zip_sizes(path))
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         with warnings.catch_warnings(action="ignore"):  # of a TorchScript file, which is refused
             found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (FileNotFoundError, PermissionError, IsADirectoryError, SafetensorError) as error:
+    except FileError:
+        raise
+    except (PermissionError, SafetensorError) as error:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     except Exception as error:  # torch raises many kinds for a file that is cut off, or holds more than weights
         reason = "" if zipfile.is_zipfile(path) else "broken, cut off or "

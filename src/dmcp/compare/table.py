@@ -15,7 +15,7 @@ from dmcp.errors import FileError
 from dmcp.exporting import blaming
 from dmcp.results import UNIFORM, UNPRUNED, Row
 from dmcp.runs import Run, read_json
-from dmcp.runtime.io import from_plain
+from dmcp.runtime.io import MOST_JSON, from_plain, read_bytes
 from dmcp.units import between, counted, spread, table
 
 TABLE, PAGE, COMMANDS = "compare.json", "compare.md", "commands.jsonl"  # the last: what was typed
@@ -36,7 +36,11 @@ def write_table(folder: Path) -> dict[str, Any]:
     }
     lines = _lines(results, folder)
     data: dict[str, Any] = {"model": protocol.config.model, "data": protocol.config.data}
-    data |= {"commands": log.read_text().splitlines() if log.exists() else [], "settings": settings, "lines": lines}
+    data |= {
+        "commands": read_bytes(log, MOST_JSON).decode().splitlines() if log.exists() else [],
+        "settings": settings,
+        "lines": lines,
+    }
     Run(folder).write(TABLE, data)
     Run(folder).write(PAGE, f"{_describe(settings)}\n\n{table(_cells(lines))}")
     return data

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import hashlib
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +21,8 @@ from PIL.Image import Image
 from torch import Tensor
 
 from dmcp.batches import core_count, generator
-from dmcp.errors import DataError
-from dmcp.runtime.io import quote
+from dmcp.errors import DataError, FileError
+from dmcp.runtime.io import check_inflated, plain_file_size, quote, zip_sizes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
 SCALES = {3: (MEAN, STD), 1: ((0.458971,), (0.225609,))}  # by channels; of grey: PIL's shares of the colours
@@ -313,6 +316,42 @@ def preprocessing(data: DataSets) -> dict[str, Any]:
     }
 
 
+_DIGESTED = 2**27  # bytes of image files that are read for a digest
+
+
+def digest_of(dataset: DataSet) -> str:
+    """A hash that shows whether images were replaced: a function of names, sizes and contents alone.
+
+    Arrays are hashed whole. Of image files it has all names (inside the folder) and sizes, and the bytes of as many,
+    evenly spread, as make 128 MiB: all of a small folder, about one in a thousand of ImageNet. Neither times nor where
+    the folder is change it.
+    """
+    digest = hashlib.sha256()
+    if isinstance(dataset, ArraySet):
+        digest.update(np.ascontiguousarray(dataset.images.numpy()).data)
+        digest.update(np.ascontiguousarray(dataset.labels.numpy()).data)
+        return digest.hexdigest()[:16]
+    with ThreadPool(core_count()) as pool:
+        sizes = pool.map(_plain_size, dataset.paths, chunksize=256)
+    for path, size in zip(dataset.paths, sizes, strict=True):
+        name = path.removeprefix(dataset.root)
+        digest.update(os.fsencode(f"{name}\0{size}\0"))
+    step = max(1, -(-sum(sizes) // _DIGESTED))
+    for path, size in zip(dataset.paths[::step], sizes[::step], strict=True):
+        with contextlib.suppress(OSError):  # one that may not be read is reported where it is needed
+            if size:
+                digest.update(Path(path).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _plain_size(path: str) -> int:
+    """Bytes of an image file; 0 for what is not a plain file."""
+    try:
+        return plain_file_size(path)
+    except FileError:
+        return 0
+
+
 def split(dataset: DataSet, share: float, seed: int = 0) -> tuple[Any, Any]:
     """Hold out a share of each class, drawn at random: (the rest, the held-out part), without a common image."""
     if not 0 < share < 1:
@@ -362,6 +401,7 @@ def _read_shards(folder: Path, part: str) -> _Arrays:
     paths = sorted(folder.glob(f"{part}-*.npz"), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise DataError(f"{folder} has no {part}-*.npz.")
+    _check_sizes(paths, folder / f"{part}-*.npz")
     shards: list[_Arrays] = []
     for path in paths:
         try:
@@ -376,6 +416,23 @@ def _read_shards(folder: Path, part: str) -> _Arrays:
         shards.append((images, labels.astype(np.int64)))
     every, numbers = zip(*shards, strict=True)
     return np.concatenate(every), np.concatenate(numbers)
+
+
+def _check_sizes(paths: Sequence[Path], name: Path) -> None:
+    """Refuse shards that do not fit into the free memory, or that a few bytes inflate to; nothing is read but sizes."""
+    stored_in_all, inflated_in_all = 0, 0
+    try:
+        for path in paths:
+            stored, inflated = zip_sizes(path, ("images.npy", "labels.npy"))
+            if not zipfile.is_zipfile(path):
+                raise ValueError("it is not an npz file")
+            check_inflated(path, stored, inflated)
+            stored_in_all, inflated_in_all = stored_in_all + stored, inflated_in_all + inflated
+        check_inflated(name, stored_in_all, inflated_in_all)
+    except FileError as error:
+        raise DataError(str(error)) from error
+    except Exception as error:  # zipfile raises many kinds for a broken file
+        raise DataError(f"{path} cannot be read as a shard with images and labels: {quote(error)}") from error
 
 
 _Arrays = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,) int64

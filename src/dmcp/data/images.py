@@ -28,7 +28,7 @@ from torch import Tensor
 from dmcp.data.datasets import MEAN, SCALES, STD, Broken, FolderSet, _look_at, before_crop, decode
 from dmcp.errors import DataError
 from dmcp.progress import phase
-from dmcp.runtime.io import write_files
+from dmcp.runtime.io import CONTAINER_LIMITS, write_files
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Size = tuple[int, int]  # height and width
@@ -292,7 +292,7 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
 def _memory(device: torch.device) -> int:
     """Bytes that the host has, or its container, or the device, if that is less."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33]
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for limit in CONTAINER_LIMITS:
         with contextlib.suppress(OSError, ValueError):
             found.append(int(Path(limit).read_text()))
     return min(found + ([torch.cuda.mem_get_info(device)[1]] if device.type == "cuda" else []))

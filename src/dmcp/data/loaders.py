@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmcp.batches import core_count, generator, mix, on_device, share_of
+from dmcp.batches import FewBatches, core_count, generator, mix, on_device, share_of
 from dmcp.data import images
 from dmcp.data.datasets import ArraySet, Augmentation, DataSet, FolderSet
 from dmcp.data.images import Array, Store
@@ -104,6 +104,14 @@ def make_loader(
     return FolderLoader(dataset, batch_size, train, seed, place, world, workers or core_count(), skip)
 
 
+def with_batch_size(loader: Any, batch_size: int) -> Any:
+    """A copy of a loader, of the same images in the same order, with batches of another size."""
+    inner: Any = loader.loader if isinstance(loader, FewBatches) else loader
+    other = copy.copy(inner)
+    other.batch_size = batch_size
+    return other
+
+
 def fixed_order(count: int) -> Tensor:
     """The order of the images in every pass of a loader that is not for training."""
     return torch.randperm(count, generator=generator(0))
@@ -111,7 +119,7 @@ def fixed_order(count: int) -> Tensor:
 
 _TRIES = 100  # unreadable images in a row that are skipped: more are not bad luck
 _AHEAD = 3  # batches that are made while others are used
-_CHUNK = 16  # images that a thread reads in a row
+CHUNK = 16  # images that a thread reads in a row
 _MAKERS = 2  # threads that have a GPU make batches
 _Batch = tuple[Tensor, Tensor]  # images (B, 3, height, width), labels (B,)
 
@@ -196,7 +204,7 @@ class FolderLoader:
         try:
             for number in range(len(batches)):
                 for places in batches[number + len(waiting) : number + _AHEAD]:
-                    chunks = [places[it : it + _CHUNK] for it in range(0, len(places), _CHUNK)]
+                    chunks = [places[it : it + CHUNK] for it in range(0, len(places), CHUNK)]
                     read: list[Any] = [readers.submit(load, chunk) for chunk in chunks]
                     waiting.append(
                         makers.submit(self._on_gpu, places, read).result if gpu else partial(self._here, read)

@@ -6,13 +6,15 @@ import builtins
 import collections
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import stat
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +27,7 @@ from torch import Tensor
 from dmcp.errors import FileError
 
 LOCK = "lock"
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MOST_JSON = 2**24  # bytes of a JSON file: many times those of the largest network
 _T = TypeVar("_T")
 
@@ -62,13 +65,63 @@ def is_locked(folder: Path) -> bool:
 def read_bytes(path: Path, most: int) -> bytes:
     """All bytes of a plain file of at most so many; no link out of its folder is followed."""
     refuse_link(path)
+    size = plain_file_size(path)
+    if size > most:
+        raise FileError(f"{path}: cannot be read: it has {size:,} bytes, more than the {most:,} of any such file.")
     try:
-        facts = path.stat()
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > most:
-            raise OSError(f"it is no plain file of at most {most:,} bytes")
         return path.read_bytes()
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}.") from error
+
+
+def plain_file_size(path: str | os.PathLike[str]) -> int:
+    """Bytes of a plain file, which a link may lead to; FileError for a pipe or device, whose reading may never end."""
+    try:
+        facts = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise FileError(f"{path}: cannot be read: it is not a plain file.")
+    return facts.st_size
+
+
+_MOST_INFLATED = 200  # bytes for each stored one that are believed: images and weights compress less
+_ALWAYS_READ = 2**28  # bytes that may come from fewer
+
+
+def check_inflated(name: object, stored: int, inflated: int) -> None:
+    """Refuse what is larger than the free memory once it is read, or absurdly larger than it is on the disk."""
+    free = free_memory()
+    if inflated > free:
+        raise FileError(f"{name}: its {inflated:,} bytes do not fit into the {free:,} bytes of memory that are free.")
+    if inflated > max(_ALWAYS_READ, _MOST_INFLATED * stored):
+        sizes = f"{stored:,} bytes inflate to {inflated:,}"
+        raise FileError(f"{name}: {sizes}, as no real data do: if they are right, save them without compression.")
+
+
+def zip_sizes(path: Path, members: Container[str] | None = None) -> tuple[int, int]:
+    """Bytes that the members of a zip file, or those of some names, take in the file and once they are read.
+
+    Both are in its directory, so that nothing is inflated, and never more is read of a member than is said there.
+    What is not a zip file counts with all its bytes.
+    """
+    size = plain_file_size(path)
+    if not zipfile.is_zipfile(path):
+        return size, size
+    with zipfile.ZipFile(path) as file:
+        parts = [part for part in file.infolist() if members is None or part.filename in members]
+    return sum(part.compress_size for part in parts), sum(part.file_size for part in parts)
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free, or that the container has, if that is less; very many where nobody says."""
+    limits = [sys.maxsize]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        limits.append(1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]))
+    for limit in CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path(limit).read_text()))
+    return min(limits)
 
 
 def refuse_link(path: Path) -> None:
@@ -91,6 +144,12 @@ def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:
         return safetensors.torch.load(data)
     except Exception as error:  # safetensors and torch raise many classes for a header that makes no sense
         raise FileError(f"{name}: not a safetensors file: {quote(error)}.") from error
+
+
+def record_hash(record: Mapping[str, Any]) -> str:
+    """A hash of plain data without its "digest", where files keep this hash."""
+    text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def quote(text: object) -> str:
