@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 import threading
 from collections import deque
@@ -162,7 +163,7 @@ def test_verify_takes_other_inputs() -> None:
     for odd in (lambda y: len(y) == 1, lambda y: y.shape[-1] > 8):
         model = Odd(lambda self, y, odd=odd: self.third(y.flip(1) if odd(y) else y))
         graph = dmcp.trace(model, x)
-        assert dmcp.verify(model, graph, x.half()) == 0
+        assert dmcp.verify(model, graph, x.half()) < 1e-9
         with pytest.raises(dmcp.CutError):
             dmcp.verify(model, graph, torch.randn(1, 3, 16, 16))
     model = HIDDEN["gradients divided by a width"]()
@@ -269,3 +270,62 @@ def test_threads_leave_torch_as_it_was() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert len({graph.summary() for graph in pool.map(lambda _: dmcp.trace(model, x), range(16))}) == 1
     assert world() == before
+
+
+# names and values that other people's networks have
+
+
+class Listed(Toy):
+    """Has a list in place of the method `modules`, as ESPNet does."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda self, x: self.head(self.norm(self.first(x)).relu().mean((2, 3))),
+            first=nn.Conv2d(3, 12, 3),
+            norm=nn.BatchNorm2d(12),
+            head=nn.Linear(12, 10),
+        )
+        self.modules = [self.first]  # type: ignore[assignment]
+
+
+def test_an_attribute_may_hide_the_method_modules() -> None:
+    model, x = Listed(), torch.randn(4, 3, 8, 8)
+    graph = dmcp.trace(model, x)
+    small = dmcp.cut(model, graph, graph.widths([5]))
+    assert small.modules == [small.first] and small.first.out_channels == 5
+    loader = [(x, torch.arange(4))]
+    net = dmcp.Supernet(model, graph)
+    dmcp.search(net, loader, dmcp.SearchConfig(budget="60%", epochs=1, warmup=0))
+    dmcp.recalibrate(small, loader)
+    dmcp.reinitialize(small)
+    dmcp.train(small, loader, dmcp.TrainConfig(epochs=1))
+    assert net.model.modules == [net.model.first]
+
+
+def test_copies_share_python_modules_among_the_attributes() -> None:
+    model, x = Odd(plain), torch.randn(2, 3, 12, 12)
+    model.config, model.libraries = math, {"numbers": [np], "random": random}
+    model.libraries["numbers"] = np
+    graph = dmcp.trace(model, x)
+    small = dmcp.cut(model, graph, graph.full)
+    assert small.config is math and small.libraries == model.libraries
+    assert dmcp.Supernet(model, graph).model.config is math
+
+
+def test_a_model_that_cannot_be_copied_is_refused_by_the_name_of_the_attribute() -> None:
+    model = nn.Sequential(Odd(plain))
+    model[0].writer = SimpleNamespace(lock=threading.Lock())
+    with pytest.raises(dmcp.TraceError, match=r"0\.writer"):
+        dmcp.trace(model, torch.randn(2, 3, 12, 12))
+
+
+def asserted(self: Any, y: Tensor) -> Tensor:
+    if y.shape[1] != 12:
+        raise AssertionError
+    return self.third(y)
+
+
+def test_an_assertion_without_a_message_is_quoted() -> None:
+    graph = dmcp.trace(Odd(asserted), torch.randn(2, 3, 12, 12))
+    reason = next(it.reason for it in graph.unprunable if it.name == "second")
+    assert "AssertionError at `raise AssertionError`" in reason

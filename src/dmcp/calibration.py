@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
-from dmcp.modules import call_model, check_module, kept_modes
+from dmcp.modules import call_model, check_module, kept_modes, modules_of
 from dmcp.runtime.distributed import World, current, sum_values
 
 Forward = Callable[[Any], Any]  # what runs the network on one input
@@ -31,7 +31,8 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None
     """
     check_module(model)
     check_yields(loader)
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
+    batch_norms = (module for module in modules_of(model) if isinstance(module, _BatchNorm))
+    norms = [norm for norm in batch_norms if norm.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
     run = forward or (lambda x: call_model(model, x))
     device = device_of(model)

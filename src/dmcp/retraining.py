@@ -16,7 +16,7 @@ from dmcp.checkpoint import seeded, untouched
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
 from dmcp.losses import Metric, classification_loss, distillation_loss, warn
-from dmcp.modules import kept_modes, narrow, tensors_in, unwrap
+from dmcp.modules import kept_modes, modules_of, narrow, tensors_in, unwrap
 from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence
 from dmcp.runtime.distributed import current, gather, share_tensors
 from dmcp.runtime.engine import pads
@@ -126,7 +126,7 @@ def catch_up(small: nn.Module, loader: Loader, config: TrainConfig) -> None:
     if config.epochs * min(gather(length_of(loader), current())) < _FEW_STEPS:
         with kept_modes(small), seeded(config.seed, device_of(small), current()):
             small.train()
-            if all(norm.training for norm in small.modules() if isinstance(norm, _NormBase)):
+            if all(norm.training for norm in modules_of(small) if isinstance(norm, _NormBase)):
                 calibrated(small, loader)
 
 
@@ -195,7 +195,7 @@ def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metri
 
     Warns of a model whose norms saw data and that guesses: its labels may not be those of the data.
     """
-    counts = (it.num_batches_tracked for it in unwrap(model).modules() if isinstance(it, _NormBase))
+    counts = (it.num_batches_tracked for it in modules_of(unwrap(model)) if isinstance(it, _NormBase))
     saw_data = any(bool(count) for count in counts if count is not None)
     if metric is not None:
         return saw_data

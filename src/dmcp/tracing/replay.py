@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import TraceError
-from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, tensors_in
+from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, reason_of, tensors_in
 from dmcp.tracing.coupling import Coupling, Dims, Literal
 from dmcp.tracing.layout import Atom, Layout
 from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Shape, compute, run_recorded
@@ -294,8 +294,7 @@ class ReplayContext:
         try:
             run_recorded(replayer, small, self.batch)
         except Exception as error:  # the model's own complaint about its widths
-            kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
-            replayer.stopped = f"{kind}{error}"
+            replayer.stopped = str(error) if isinstance(error, _AstrayError) else reason_of(error)
         pairs = zip(recording.made, replayer.recording.made, strict=False)
         for (at, path, wide), (*_, narrowed) in pairs:
             old, new = _plain(wide), _plain(narrowed)

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import TraceError
-from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, skeleton, tensors_in, unwrap
+from dmcp.modules import (
+    batch_of,
+    call_model,
+    map_leaves,
+    narrow,
+    rebatch,
+    skeleton,
+    tensors_in,
+    unwrap,
+)
 from dmcp.tracing.cost import Terms, moments, product, total
 from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
 from dmcp.tracing.gates import Fold, plan_folds

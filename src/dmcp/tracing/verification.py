@@ -15,7 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import CutError, TraceError, WidthsError
-from dmcp.modules import Cut, batch_of, call_model, index, map_leaves, narrow, rebatch, tensors_in, unwrap
+from dmcp.modules import (
+    Cut,
+    batch_of,
+    call_model,
+    index,
+    map_leaves,
+    narrow,
+    reason_of,
+    rebatch,
+    tensors_in,
+    unwrap,
+)
 from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.record import Func, aten, check_example, untouched_world
@@ -163,7 +174,7 @@ def _compare(
             raise
         except Exception as error:
             if dtype is None:
-                raise ForwardError(f"forward fails on this input: {type(error).__name__}: {error}") from error
+                raise ForwardError(f"forward fails on this input: {reason_of(error)}") from error
     if gated_outputs and not any(output.isfinite().any() for output in gated_outputs):
         raise ForwardError("On this input the outputs are not finite (NaN or infinite), so nothing can be compared.")
 
@@ -192,7 +203,7 @@ def _compare(
             expected = [index(gradient, cuts.get(name, ())) for name, gradient in gated_gradients.items()]
             gradient_gap = _gap(expected, list(small_gradients.values()))
     except Exception as error:
-        return _Difference(0.0, 0.0, allowed, failure=f"{type(error).__name__}: {error}")
+        return _Difference(0.0, 0.0, allowed, failure=reason_of(error))
     worst = float(torch.tensor(gaps, dtype=torch.float64).max())  # NaN if one of them is
     return _Difference(worst, gradient_gap, allowed)
 
