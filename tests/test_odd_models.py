@@ -329,3 +329,36 @@ def test_an_assertion_without_a_message_is_quoted() -> None:
     graph = dmcp.trace(Odd(asserted), torch.randn(2, 3, 12, 12))
     reason = next(it.reason for it in graph.unprunable if it.name == "second")
     assert "AssertionError at `raise AssertionError`" in reason
+
+
+class Distillation(nn.Module):
+    """Information distillation: every layer gives away its first channels, and the next one reads the rest."""
+
+    def __init__(self, channels: int = 32) -> None:
+        super().__init__()
+        self.distilled = channels // 4
+        self.remaining = channels - self.distilled
+        self.first = nn.Conv2d(channels, channels, 3, 1, 1)
+        self.second = nn.Conv2d(self.remaining, channels, 3, 1, 1)
+        self.third = nn.Conv2d(self.remaining, channels, 3, 1, 1)
+        self.fourth = nn.Conv2d(self.remaining, self.distilled, 3, 1, 1)
+        self.fuse = nn.Conv2d(4 * self.distilled, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rest, given = x, []
+        for layer in (self.first, self.second, self.third):
+            part, rest = torch.split(F.relu(layer(rest)), (self.distilled, self.remaining), dim=1)
+            given.append(part)
+        return self.fuse(torch.cat([*given, self.fourth(rest)], dim=1)) + x
+
+
+def test_splits_by_the_same_attributes_are_all_followed() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), Distillation(), Distillation(), nn.Conv2d(32, 3, 3))
+    x = torch.rand(2, 3, 12, 12)
+    graph = dmcp.trace(model, x)
+    assert [it.name for it in graph.unprunable] == ["3"] and graph.prunable_share == 1
+    widths = graph.widths([max(1, 2 * space.size // 3) for space in graph.spaces])
+    assert dmcp.verify(model, graph, x, widths) < 1e-9
+    small = dmcp.cut(model, graph, widths)
+    assert (small[1].distilled, small[1].remaining) == (5, 16)
+    assert small[1].second.in_channels == 16 and small[1].second.out_channels == 21
