@@ -362,3 +362,34 @@ def test_splits_by_the_same_attributes_are_all_followed() -> None:
     small = dmcp.cut(model, graph, widths)
     assert (small[1].distilled, small[1].remaining) == (5, 16)
     assert small[1].second.in_channels == 16 and small[1].second.out_channels == 21
+
+
+# the state around a model
+
+
+def test_autocast_of_the_caller_changes_nothing() -> None:
+    model, x = Odd(plain), torch.randn(4, 3, 12, 12)
+    loader = [(x, torch.arange(4))] * 2
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(0)
+        graph = dmcp.trace(model, x)
+        assert dmcp.verify(model, graph, x) < 1e-9
+        net = dmcp.Supernet(model, graph)
+        dmcp.search(net, loader, dmcp.SearchConfig(budget="60%", epochs=2))
+        small = dmcp.cut(net.model, graph, graph.widths({"second": 5}), by="l2")
+        dmcp.recalibrate(small, loader)
+        dmcp.train(small, loader, dmcp.TrainConfig(epochs=1))
+        return [net.alpha.detach(), *small.state_dict().values()]
+
+    plain_ones = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, results(), plain_ones))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_tracing_rrelu_leaves_the_random_state(training: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.RReLU(), nn.Conv2d(8, 4, 3)).train(training)
+    before = torch.get_rng_state()
+    dmcp.trace(model, torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -12,12 +12,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.batches import check_yields, device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
-from dmcp.modules import call_model, check_module, kept_modes, modules_of
+from dmcp.modules import call_model, check_module, kept_modes, modules_of, without_autocast
 from dmcp.runtime.distributed import World, current, sum_values
 
 Forward = Callable[[Any], Any]  # what runs the network on one input
 
 
+@without_autocast
 def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None = None) -> None:
     """Set the running statistics of every BatchNorm to those of all batches.
 

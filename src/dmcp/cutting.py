@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dmcp.batches import as_generator
 from dmcp.errors import WidthsError
 from dmcp.importance import magnitude, strongest
-from dmcp.modules import Cut, modules_of, narrow, unwrap
+from dmcp.modules import Cut, modules_of, narrow, unwrap, without_autocast
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.layout import atoms_of
 from dmcp.widths import Widths, fingerprint
@@ -21,6 +21,7 @@ RunningNorms = nn.modules.batchnorm._NormBase  # batch and instance norms, the o
 Norms = RunningNorms | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
 
 
+@without_autocast
 def cut(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: str = "first") -> nn.Module:
     """A copy of the model that has only the kept channels: a plain module of the model's own class.
 

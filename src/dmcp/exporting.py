@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from dmcp.batches import generator, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
-from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap
+from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap, without_autocast
 from dmcp.progress import phase
 from dmcp.runtime.io import quote, write_files
 
@@ -63,6 +63,7 @@ class OpenFile:
     names: tuple[str, ...] = ()  # of the inputs, in ONNX
 
 
+@without_autocast
 def export(
     model: nn.Module,
     example: Any,
@@ -116,6 +117,7 @@ def missing_packages() -> str:
 # timing
 
 
+@without_autocast
 @torch.no_grad()
 def milliseconds(paths: Sequence[Path], example: Any) -> list[float]:
     """Time of one sample in each file on one thread of the CPU: idle threads of one would disturb the others."""

@@ -19,7 +19,7 @@ from dmcp.calibration import Forward
 from dmcp.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError
 from dmcp.losses import Loss, Metric, check_metric, classification_loss, distillation_loss, loss_of, top1
-from dmcp.modules import call_model, check_module, kept_modes, modules_of, tensors_in
+from dmcp.modules import call_model, check_module, kept_modes, modules_of, tensors_in, without_autocast
 from dmcp.progress import Update, each, overdue, phase, shown
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, make_optimizer, rate_shares, set_lr, sgd, suits_kernels
@@ -144,6 +144,7 @@ class StepRecord:
 
 
 @shown
+@without_autocast
 def train(
     model: nn.Module,
     loader: Loader,

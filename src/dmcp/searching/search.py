@@ -18,7 +18,7 @@ from dmcp.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.losses import classification_loss, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
-from dmcp.modules import modules_of
+from dmcp.modules import modules_of, without_autocast
 from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine
@@ -35,6 +35,7 @@ LARGE = 100_000_000  # MACs of one sample from which a network is a large one
 
 
 @shown
+@without_autocast
 def search(
     net: Supernet,
     loader: Loader,

@@ -26,6 +26,7 @@ from dmcp.modules import (
     skeleton,
     tensors_in,
     unwrap,
+    without_autocast,
 )
 from dmcp.tracing.cost import Terms, moments, product, total
 from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
@@ -53,6 +54,7 @@ _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rare
 _IGNORED = "ignored, as you asked"
 
 
+@without_autocast
 def trace(
     model: nn.Module,
     example_input: Any,

@@ -26,6 +26,7 @@ from dmcp.modules import (
     rebatch,
     tensors_in,
     unwrap,
+    without_autocast,
 )
 from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
 from dmcp.tracing.graph import ChannelGraph, Kept
@@ -37,6 +38,7 @@ _CLOSE = 1e-2  # the same in the model's own precision
 _SMALL = 1e-3  # gradients are compared with their own largest number, but with no less than this share of all
 
 
+@without_autocast
 def verify(
     model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Mapping[str, Kept] | None = None
 ) -> float:
