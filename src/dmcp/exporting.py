@@ -169,14 +169,18 @@ def wait(device: torch.device) -> None:
 
 
 def random_like(example: Any, size: int) -> Any:
-    """Random inputs of the example's shapes for a batch of this size; integers are taken from those in it."""
+    """Random inputs of the example's shapes for a batch of this size.
+
+    Their numbers are drawn from those of the example: a network made for [0, 1] may overflow on others. In place of an
+    example of one number, which may be a placeholder, they are between 0 and 1.
+    """
     random = generator(size)
 
     def one(leaf: Tensor) -> Tensor:
         shape = (size, *leaf.shape[1:])
-        if leaf.is_floating_point():
-            return torch.randn(shape, generator=random).to(leaf.dtype)
-        return leaf.cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
+        if leaf.is_floating_point() and bool((leaf == leaf.flatten()[:1]).all()):
+            return torch.rand(shape, generator=random).to(leaf.dtype)
+        return leaf.detach().cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
 
     return pytree.tree_map_only(Tensor, one, example)
 
