@@ -243,6 +243,10 @@ def test_a_refused_model_is_as_it_was() -> None:
     with pytest.raises(dmcp.TraceError):
         dmcp.trace(model, torch.randn(2, 3, 12, 12))
     assert torch.equal(model.norm.running_mean, before) and model.norm.num_batches_tracked == 0
+    graph = dmcp.trace(Odd(plain), torch.randn(2, 3, 12, 12))  # of the same architecture
+    with pytest.raises(dmcp.TraceError):
+        dmcp.verify(model, graph, torch.randn(2, 3, 12, 12))
+    assert torch.equal(model.norm.running_mean, before) and model.norm.num_batches_tracked == 0
 
 
 def test_copies_that_would_not_stand_alone_are_refused() -> None:

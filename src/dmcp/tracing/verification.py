@@ -30,7 +30,7 @@ from dmcp.modules import (
 )
 from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
 from dmcp.tracing.graph import ChannelGraph, Kept
-from dmcp.tracing.record import Func, aten, check_example, untouched_world
+from dmcp.tracing.record import Func, Guard, aten, check_example, untouched_world
 from dmcp.widths import ChannelSpace, fingerprint
 
 _SAME = 1e-6  # largest difference that rounding explains in float64, as a share of the largest number
@@ -53,6 +53,7 @@ def verify(
     check_example(example_input)
     if fingerprint(model) != graph.fingerprint:
         raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
+    _check_stands_alone(model, example_input)
     kept = _some_channels(graph.spaces) if widths is None else widths
     difference = _compare(model, graph, example_input, kept)
     if difference.found:
@@ -61,6 +62,18 @@ def verify(
             "trace(..., ignore=[...])."
         )
     return difference.outputs
+
+
+def _check_stands_alone(model: nn.Module, example: Any) -> None:
+    """Refuse a model whose copies use its own tensors, before a copy that runs in train mode changes its statistics."""
+    twin = narrow(model, {}, {}).eval()
+    try:
+        with untouched_world("cpu", model), torch.no_grad(), Guard(model):
+            call_model(twin, tree_map_only(Tensor, torch.clone, example))
+    except TraceError:
+        raise
+    except Exception:  # the comparison says why it does not run
+        return
 
 
 def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[list[ChannelSpace], str]:
