@@ -242,3 +242,27 @@ def test_the_command_tests_an_int8_file(run: Path, capsys: Capture) -> None:
     right = [(network(x).argmax(1) == y).float() for x, y in make_loader(load("digits").test, 50, train=False)]
     assert int8["accuracy"] == pytest.approx(float(torch.cat(right).mean()))
     assert abs(int8["accuracy"] - exact["accuracy"]) < 0.1
+
+
+class Curve(nn.Module):
+    """Made for images in [0, 1], which it brightens: on other numbers the curve, applied again and again, overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        strength = torch.tanh(self.strength(x))
+        for _ in range(12):
+            x = x + strength * (x.square() - x)
+        return x
+
+
+@pytest.mark.parametrize("example", [torch.rand(1, 3, 8, 8), torch.zeros(1, 3, 8, 8)])
+def test_a_network_is_compared_on_inputs_in_the_range_of_the_example(tmp_path: Path, example: Tensor) -> None:
+    model = Curve()
+    nn.init.constant_(model.strength.weight, 3.0)
+    assert not model(torch.randn(4, 3, 8, 8)).isfinite().all()
+    assert dmcp.export(model, example, tmp_path / "curve.pt2").difference < 1e-4
+    drawn = exporting.random_like(example, 4)
+    assert drawn.shape[0] == 4 and drawn.min() >= 0 and drawn.max() <= 1 and drawn.std() > 0

@@ -17,7 +17,15 @@ import dmcp
 from dmcp.batches import generator
 from dmcp.losses import classification_loss
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED
-from dmcp.retraining import DivergenceWarning, Retraining, TeacherWarning, catch_up, train_all
+from dmcp.retraining import (
+    DivergenceWarning,
+    Retraining,
+    TeacherWarning,
+    UnusedNormsWarning,
+    catch_up,
+    is_trained,
+    train_all,
+)
 from dmcp.searching.steps import Setup, weight_step
 from dmcp.searching.subnets import chains
 from dmcp.settings import Retrain, TrainConfig
@@ -143,3 +151,63 @@ def test_a_poor_teacher_is_warned_of_before_the_search() -> None:
     with pytest.warns(TeacherWarning, match="20.00%") as found, pytest.raises(KeyboardInterrupt):
         prune(val_loader=tests, teacher=teacher, runtime=dmcp.Runtime(on_event=Mock(side_effect=KeyboardInterrupt)))
     assert len(found) == 1
+
+
+# trained or not, by a metric of one's own
+
+
+class Denoiser(nn.Module):
+    """Has no norms, like RFDN, or norms without statistics, like InstanceNorm."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 12, 3, padding=1), nn.Conv2d(12, 1, 3, padding=1)
+        self.norm = nn.BatchNorm2d(12, track_running_stats=False) if norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.second(self.norm(self.first(x)).relu())
+
+
+def _noise_ratio(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return -10 * (output - batch[1]).square().mean((1, 2, 3)).log10().sum(), len(output)
+
+
+def _error(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return (output - batch[1]).square().mean((1, 2, 3)).sum(), len(output)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("metric", [_noise_ratio, dmcp.LowerIsBetter(_error)])
+def test_a_network_counts_as_trained_by_what_it_does(norm: bool, metric: Any, caplog: pytest.LogCaptureFixture) -> None:
+    dice = generator(0)
+    clean = [torch.ones(8, 1, 12, 12) * torch.rand(8, 1, 1, 1, generator=dice) for _ in range(3)]
+    batches = [(x + 0.3 * torch.randn(x.shape, generator=dice), x) for x in clean]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = Denoiser(norm)
+        before = state(model)
+        assert not is_trained(model, 0, batches, metric)
+        assert same(before, state(model))
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(60):
+        for x, wanted in batches:
+            optimizer.zero_grad()
+            (model(x) - wanted).square().mean().backward()
+            optimizer.step()
+    with caplog.at_level("INFO", logger="dmcp"):
+        assert is_trained(model, 0, batches, metric)
+    assert "counts as trained" in caplog.text
+
+
+def test_a_network_that_was_trained_in_eval_mode_is_warned_of() -> None:
+    """LPRNet: its BatchNorms have mean 0 and variance 1, so that calibrating them loses all."""
+    x = torch.randn(64, 3, generator=generator(0))
+    batches = [(x, (x[:, 0] > 0).long())]
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), batches[0][1]).backward()
+        optimizer.step()
+    with pytest.warns(UnusedNormsWarning):
+        assert is_trained(model, 2, batches, None)

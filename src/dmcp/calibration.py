@@ -13,13 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dmcp.arguments import checked
 from dmcp.batches import device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
-from dmcp.modules import call_model, kept_modes
+from dmcp.modules import call_model, kept_modes, modules_of, without_autocast
 from dmcp.runtime.distributed import World, current, sum_values
 
 Forward = Callable[[Any], Any]  # what runs the network on one input
 
 
 @checked
+@without_autocast
 def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None = None) -> None:
     """Set the running statistics of every BatchNorm to those of all batches.
 
@@ -31,7 +32,8 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None
     Shuffle the samples: within a pass each BatchNorm normalizes by the batch, so that in batches of one class each the
     norms behind it see other inputs than they will in use.
     """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
+    batch_norms = (module for module in modules_of(model) if isinstance(module, _BatchNorm))
+    norms = [norm for norm in batch_norms if norm.running_mean is not None]
     pooled = {norm: _Pooled(norm) for norm in norms}
     run = forward or (lambda x: call_model(model, x))
     device = device_of(model)

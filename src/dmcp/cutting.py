@@ -13,7 +13,7 @@ from dmcp.arguments import Seed, checked
 from dmcp.batches import as_generator
 from dmcp.errors import WidthsError
 from dmcp.importance import magnitude, strongest
-from dmcp.modules import Cut, narrow, unwrap
+from dmcp.modules import Cut, modules_of, narrow, unwrap, without_autocast
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.layout import atoms_of
 from dmcp.widths import Widths, fingerprint
@@ -24,6 +24,7 @@ Norms = RunningNorms | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
 
 
 @checked
+@without_autocast
 def cut(
     model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: Literal["first", "l1", "l2"] = "first"
 ) -> nn.Module:
@@ -62,7 +63,7 @@ def reinitialize(module: nn.Module, generator: torch.Generator | Seed | None = N
     kept = {name: tensor.clone() for name, tensor in _frozen(module).items()}
     home = torch.device("cpu") if generator is None else generator.device
     done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
-    for part in module.modules():
+    for part in modules_of(module):
         own = {name: tensor for name, tensor in part.named_parameters(recurse=False) if tensor not in done}
         weight, bias = own.get("weight"), own.get("bias")
         if not isinstance(part, Convs | nn.Linear | Norms):
@@ -104,7 +105,7 @@ def with_frozen(model: nn.Module, source: nn.Module) -> nn.Module:
 def _frozen(module: nn.Module) -> dict[str, Tensor]:
     """Parameters without requires_grad, and statistics of norms that have no others, by name."""
     still: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
-    for part in module.modules():
+    for part in modules_of(module):
         own = set(part.parameters(recurse=False))
         if isinstance(part, RunningNorms) and own and own <= still:
             still.update(part.buffers(recurse=False))
@@ -135,7 +136,7 @@ class Padded:
         with torch.no_grad():
             for name, mine, theirs in self._pairs():
                 mine.copy_(_spread(theirs, self.places.get(name, ()), mine.shape))
-        for module, other in zip(self.wide.modules(), small.modules(), strict=True):
+        for module, other in zip(modules_of(self.wide), modules_of(small), strict=True):
             module.training = other.training
         parameters = dict(self.wide.named_parameters())
         for mine, theirs in zip(parameters.values(), small.parameters(), strict=True):

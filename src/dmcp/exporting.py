@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from dmcp.arguments import PositiveInt, checked
 from dmcp.batches import generator, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
-from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap
+from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap, without_autocast
 from dmcp.progress import phase
 from dmcp.runtime.io import plain_file_size, quote, write_files
 
@@ -65,6 +65,7 @@ class OpenFile:
 
 
 @checked
+@without_autocast
 def export(
     model: nn.Module,
     example: Any,
@@ -118,6 +119,7 @@ def missing_packages() -> str:
 # timing
 
 
+@without_autocast
 @torch.no_grad()
 def milliseconds(paths: Sequence[Path], example: Any) -> list[float]:
     """Time of one sample in each file on one thread of the CPU: idle threads of one would disturb the others."""
@@ -169,14 +171,18 @@ def wait(device: torch.device) -> None:
 
 
 def random_like(example: Any, size: int) -> Any:
-    """Random inputs of the example's shapes for a batch of this size; integers are taken from those in it."""
+    """Random inputs of the example's shapes for a batch of this size.
+
+    Their numbers are drawn from those of the example: a network made for [0, 1] may overflow on others. In place of an
+    example of one number, which may be a placeholder, they are between 0 and 1.
+    """
     random = generator(size)
 
     def one(leaf: Tensor) -> Tensor:
         shape = (size, *leaf.shape[1:])
-        if leaf.is_floating_point():
-            return torch.randn(shape, generator=random).to(leaf.dtype)
-        return leaf.cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
+        if leaf.is_floating_point() and bool((leaf == leaf.flatten()[:1]).all()):
+            return torch.rand(shape, generator=random).to(leaf.dtype)
+        return leaf.detach().cpu().flatten()[torch.randint(leaf.numel(), shape, generator=random)]
 
     return pytree.tree_map_only(Tensor, one, example)
 

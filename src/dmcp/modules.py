@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,10 @@ from torch.overrides import TorchFunctionMode
 from dmcp.errors import TraceError
 
 Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
+_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def check_module(model: object) -> None:
@@ -26,6 +32,32 @@ def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         name = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TraceError(f"A torch.nn.Module is needed, not {name}.")
+
+
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules of a model, once each, also where an attribute named `modules` hides the method of that name."""
+    return nn.Module.modules(model)
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """While entered, an autocast that the caller has entered changes nothing."""
+    with contextlib.ExitStack() as stack:
+        for device in _AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def without_autocast(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a function ignore the caller's autocast: it computes in the precision of the model or of its settings."""
+
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with no_autocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class _Copying(TorchFunctionMode):
@@ -54,7 +86,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DataParallel, DistributedDataParallel or torch.compile; others are refused."""
     while True:
         check_module(model)
-        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        if any(isinstance(module, torch.jit.ScriptModule) for module in modules_of(model)):
             raise TraceError("A TorchScript module cannot be pruned: give the Python module it was made from.")
         inner = getattr(model, "_orig_mod", None)  # torch.compile
         if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -78,22 +110,49 @@ def narrow(
         memo[id(parameter)].__dict__.update(parameter.__dict__)
     for name, buffer in model.named_buffers():
         memo.setdefault(id(buffer), index(buffer.detach(), cuts.get(name, ()), meta))
-    for held in (held for module in model.modules() for held in vars(module).values()):
+    for held in (held for module in modules_of(model) for held in vars(module).values()):
         if type(held) in (dict, OrderedDict) and not held:  # every module has a dozen of hooks, slow to copy
             memo[id(held)] = type(held)()
         for one in held if type(held) in (list, tuple) else (held,):
             if isinstance(one, torch.Generator):  # its state must not land on the meta device
                 memo[id(one)] = one.clone_state()
+    memo |= python_modules(model)
+    known = dict(memo)
     try:
         with _Copying(meta):
             small_model = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:  # a lock, an open file
-        raise TraceError(f"The model cannot be copied, as copy.deepcopy(model) shows: {error}.") from error
+        name = _uncopied(model, known)
+        what = f"The attribute {name} of the model" if name else "The model"
+        raise TraceError(f"{what} cannot be copied, as copy.deepcopy(model) shows: {error}.") from error
     for path, values in attributes.items():
         module = small_model.get_submodule(path)
         for attribute, value in values.items():
             setattr(module, attribute, value)
     return small_model
+
+
+def python_modules(model: nn.Module) -> dict[int, Any]:
+    """Python modules among the attributes (`self.config = config`) by id: as a memo of deepcopy, copies share them."""
+    shared: dict[int, Any] = {}
+    for held in (value for module in modules_of(model) for value in vars(module).values()):
+        inside = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else (held,)
+        shared |= {id(item): item for item in inside if isinstance(item, ModuleType)}
+    return shared
+
+
+def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
+    """The first attribute of a module that cannot be copied, with its path; empty if each of them can be."""
+    for path, module in model.named_modules():
+        for name, held in vars(module).items():
+            if name == "_modules":  # each has its own turn
+                continue
+            try:
+                with _Copying(meta=True):
+                    copy.deepcopy(held, dict(memo))
+            except (TypeError, RuntimeError):
+                return f"{path}.{name}" if path else name
+    return ""
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -186,10 +245,20 @@ def rebatch(example: Any, size: int) -> Any:
     return map_leaves(one, example)
 
 
+def reason_of(error: BaseException) -> str:
+    """What an error says, with its kind; of one that says nothing, such as a bare `assert`, the line that raised it."""
+    kind = type(error).__name__
+    if text := " ".join(str(error).split()):
+        return f"{kind}: {text}"
+    steps = traceback.extract_tb(error.__traceback__)
+    line = steps[-1].line if steps else None
+    return f"{kind} at `{line}`" if line else f"it raises {kind} without a message"
+
+
 @contextlib.contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
     """Train or eval mode of every module is afterwards what it was before."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in modules_of(model)]
     try:
         yield
     finally:

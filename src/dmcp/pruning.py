@@ -23,7 +23,7 @@ from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
 from dmcp.latency import Clock, Latency, Measure, Outcome, attach_latency, choose, clock_of, measure_latency
 from dmcp.losses import MetricWarning, warn, warn_of_distillation
 from dmcp.markov import group_sizes
-from dmcp.modules import unwrap
+from dmcp.modules import unwrap, without_autocast
 from dmcp.preflight import can_teach, classes_of, first_two, preflight
 from dmcp.progress import phase, plan, shown
 from dmcp.results import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
@@ -84,6 +84,7 @@ class PruneResult:
 
 @checked
 @shown
+@without_autocast
 def prune(
     model: nn.Module,
     loader: Loader | Loaders,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, generator, length_of
+from dmcp.batches import Loader, device_of, generator, length_of, size_of
 from dmcp.calibration import recalibrate
 from dmcp.checkpoint import seeded, untouched
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
-from dmcp.losses import Metric, classification_loss, distillation_loss, warn
-from dmcp.modules import kept_modes, narrow, tensors_in, unwrap
+from dmcp.losses import LowerIsBetter, Metric, classification_loss, distillation_loss, warn
+from dmcp.modules import kept_modes, modules_of, narrow, tensors_in, unwrap
+from dmcp.progress import phase
 from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence
 from dmcp.runtime.distributed import current, gather, share_tensors
 from dmcp.runtime.engine import pads
@@ -28,6 +32,10 @@ from dmcp.widths import Widths, fingerprint
 
 AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
 _FEW_STEPS = 100  # below which the running statistics of BatchNorms lag behind the weights: REPORT.md, "short"
+_SHUFFLED, _SHUFFLED_BATCHES = 9, 4  # copies with shuffled weights, and batches on which they are tested
+_CLEARLY = 0.25  # of the best score of a shuffled copy: a trained network is better by more than that ...
+_SPREADS = 3  # ... or by more than so many times what the scores of shuffled copies differ by
+_LOG = logging.getLogger("dmcp")
 _GUESSED = 0.1  # of the way from guessing to all right, up to which nothing was learned
 
 
@@ -37,6 +45,10 @@ class DivergenceWarning(UserWarning):
 
 class LabelsWarning(UserWarning):
     """A trained network that knows nothing of the labels."""
+
+
+class UnusedNormsWarning(UserWarning):
+    """A trained network whose BatchNorms were never in train mode."""
 
 
 class TeacherWarning(UserWarning):
@@ -126,7 +138,7 @@ def catch_up(small: nn.Module, loader: Loader, config: TrainConfig) -> None:
     if config.epochs * min(gather(length_of(loader), current())) < _FEW_STEPS:
         with kept_modes(small), seeded(config.seed, device_of(small), current()):
             small.train()
-            if all(norm.training for norm in small.modules() if isinstance(norm, _NormBase)):
+            if all(norm.training for norm in modules_of(small) if isinstance(norm, _NormBase)):
                 calibrated(small, loader)
 
 
@@ -191,20 +203,73 @@ def is_model(teacher: nn.Module | str | None, model: nn.Module) -> bool:
 
 
 def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metric | None) -> bool:
-    """True if a model does better than guessing or, by a metric of the user's own, has norms that saw data.
+    """True if a model does better than guessing or, by a metric of the user's own, than with its weights shuffled.
 
-    Warns of a model whose norms saw data and that guesses: its labels may not be those of the data.
+    Warns of a model whose norms saw data and that guesses, since its labels may not be those of the data, and of a
+    trained model whose norms saw none.
     """
-    counts = (it.num_batches_tracked for it in unwrap(model).modules() if isinstance(it, _NormBase))
-    saw_data = any(bool(count) for count in counts if count is not None)
+    norms = [norm for norm in modules_of(unwrap(model)) if isinstance(norm, _NormBase)]
     if metric is not None:
-        return saw_data
-    if not (text := _guessing(model, classes, val_loader)):
-        return True
-    if saw_data and current().first:
-        ask = "are its classes in the order of the labels, and its inputs prepared as in its training?"
-        warn(f"The network was trained before, but is {text}: {ask} It counts as not trained.", LabelsWarning)
-    return False
+        trained = _beats_shuffled(model, val_loader, metric)
+    else:
+        guessing = _guessing(model, classes, val_loader)
+        trained = not guessing
+        saw_data = any(bool(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None)
+        if guessing and saw_data and current().first:
+            ask = "are its classes in the order of the labels, and its inputs prepared as in its training?"
+            warn(f"The network was trained before, but is {guessing}: {ask} It counts as not trained.", LabelsWarning)
+    if trained and any(map(_is_unused, norms)) and current().first:
+        warn(
+            "The network is trained, but some of its BatchNorms have the statistics that they were made with (mean 0, "
+            "variance 1): it was trained in eval mode. Pruning calibrates BatchNorms and trains in train mode, which "
+            "loses what the network knew until it is trained again. Replace them by layers that scale and shift.",
+            UnusedNormsWarning,
+        )
+    return trained
+
+
+def _is_unused(norm: _NormBase) -> bool:
+    """Whether a norm has the statistics that it was made with."""
+    if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked:
+        return False
+    return not norm.running_mean.any() and bool(norm.running_var.eq(1).all())
+
+
+def _beats_shuffled(model: nn.Module, loader: Loader, metric: Metric) -> bool:
+    """Whether a model scores clearly better than copies of it in which the entries of each parameter are shuffled.
+
+    Shuffling changes nothing that an initialization has: among such copies a network that was never trained is one like
+    all others, whatever it was initialized by and whatever the metric is. A trained one loses what it learned.
+    """
+    device, dice = device_of(model), generator(0)
+    better = -1.0 if isinstance(metric, LowerIsBetter) else 1.0
+    with untouched(loader, device), phase("are the weights trained?", _SHUFFLED + 1) as update:
+        batches = list(itertools.islice((batch for batch in loader if size_of(batch)), _SHUFFLED_BATCHES))
+        network = narrow(unwrap(model), {}, {})
+        score = better * evaluate(network, batches, metric)
+        scores: list[float] = []
+        for number in range(1, _SHUFFLED + 1):
+            _shuffle_entries(network, dice)
+            shuffled = better * evaluate(network, batches, metric)
+            scores += [shuffled] if math.isfinite(shuffled) else []
+            update(number)
+        best = max(scores, default=-math.inf)
+        spread = best - min(scores, default=best)
+        trained = score > best and (score - best > _CLEARLY * abs(best) or score - best > _SPREADS * spread)
+        text = f"{better * score:.4g}, at best {better * best:.4g} with shuffled weights"
+        verdict = f"the network counts as {'trained' if trained else 'not trained'}: {text}"
+        update(_SHUFFLED + 1, verdict)
+    if current().first:
+        _LOG.info("By its metric %s.", verdict)
+    return trained
+
+
+@torch.no_grad()
+def _shuffle_entries(model: nn.Module, dice: torch.Generator) -> None:
+    """Bring the entries of every parameter, in place, into a random order."""
+    for parameter in model.parameters():
+        order = torch.randperm(parameter.numel(), generator=dice).to(parameter.device)
+        parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
 
 
 def _guessing(model: nn.Module, classes: int, loader: Loader) -> str:

@@ -20,7 +20,7 @@ from dmcp.calibration import Forward
 from dmcp.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError
 from dmcp.losses import Loss, Metric, check_metric, classification_loss, distillation_loss, loss_of, top1
-from dmcp.modules import call_model, kept_modes, tensors_in
+from dmcp.modules import call_model, kept_modes, modules_of, tensors_in, without_autocast
 from dmcp.progress import Update, each, overdue, phase, shown
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, make_optimizer, rate_shares, set_lr, sgd, suits_kernels
@@ -105,7 +105,7 @@ def learning_rate(step: int, steps: int, batch_size: int, config: TrainConfig) -
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trained parameters for an optimizer, each once: weights decay; norms, biases and other vectors do not."""
-    norms = {id(p) for part in model.modules() if isinstance(part, _NORMS) for p in part.parameters(recurse=False)}
+    norms = {id(p) for part in modules_of(model) if isinstance(part, _NORMS) for p in part.parameters(recurse=False)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = [parameter for parameter in trained if parameter.ndim < 2 or id(parameter) in norms]
     kept = {id(parameter) for parameter in plain}
@@ -147,6 +147,7 @@ class StepRecord:
 
 @checked
 @shown
+@without_autocast
 def train(
     model: nn.Module,
     loader: Loader,

@@ -17,6 +17,7 @@ from ultralytics.utils.torch_utils import unset_deterministic
 from dmcp.calibration import recalibrate
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.latency import Latency, Measure
+from dmcp.modules import modules_of
 from dmcp.progress import showing
 from dmcp.pruning import Loaders, Spec, Work, check_budget, reachable, read_budgets, read_specs, with_latency
 from dmcp.results import DMCP
@@ -177,7 +178,7 @@ def _with_features(output: Any, features: list[Tensor]) -> Any:
 
 def _finished(model: Any) -> Any:
     """A cut model as Ultralytics keeps it: export reads a width that forward does not, and the loss belongs to us."""
-    for part in model.modules():
+    for part in modules_of(model):
         if isinstance(part, C2f):
             part.c = part.cv1.conv.out_channels // 2
     model.pruned, model.criterion = True, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, 
 from dmcp.errors import TrainingError
 from dmcp.importance import Place, magnitude, scaled, strongest, vectors
 from dmcp.losses import Loss, classification_loss
+from dmcp.modules import narrow
 from dmcp.runtime.distributed import current
 from dmcp.settings import Engine, setting
 from dmcp.training import train
@@ -48,7 +48,7 @@ class SlimmingConfig(Settings):
 
 def prepare_slimming(problem: Problem, config: SlimmingConfig) -> Prepared:
     """Train the network with scales that are pulled to zero: one for all budgets."""
-    model, task, engine = copy.deepcopy(problem.model), problem.task, problem.runtime.engine or Engine()
+    model, task, engine = narrow(problem.model, {}, {}), problem.task, problem.runtime.engine or Engine()
     if task.loss is None and current().size == 1 and engine.graphs is None:
         engine = replace(engine, graphs=True)  # the loss below never asks the device for a number
     usual = task.loss or classification_loss(problem.recipe.label_smoothing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dmcp.batches import Loader, device_of, on_device, size_of
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.errors import BudgetError, DataError, TrainingError
-from dmcp.modules import kept_modes, unwrap
+from dmcp.modules import kept_modes, modules_of, narrow, unwrap
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, TOLERANCE, Options, fit, uniform
 from dmcp.settings import Engine, TrainConfig, check
@@ -126,7 +125,7 @@ def samples_of(loader: Loader) -> int:
 
 def loaded(problem: Problem, state: Mapping[str, Tensor] | None) -> nn.Module:
     """A copy of the problem's model with these weights; None: with its own."""
-    model = copy.deepcopy(unwrap(problem.model))
+    model = narrow(unwrap(problem.model), {}, {})
     if state is not None:
         model.load_state_dict(dict(state))
     return model
@@ -143,7 +142,7 @@ def held_out_batches(
     resolved = (problem.runtime.engine or Engine()).resolve(device_of(model), plain=plain)
     with resolved.running(model), kept_modes(model), contextlib.ExitStack() as undo:
         model.eval()
-        for norm in (part for part in model.modules() if isinstance(part, _BatchNorm)):
+        for norm in (part for part in modules_of(model) if isinstance(part, _BatchNorm)):
             undo.callback(setattr, norm, "track_running_stats", norm.track_running_stats)
             norm.training, norm.track_running_stats = True, False
         several = (batch for batch in itertools.islice(problem.held_out, most) if size_of(batch) > 1)

@@ -7,7 +7,6 @@ is a folder; its last file is result.json, from which table.py makes the table.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from dmcp.data.datasets import split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.exporting import blaming
+from dmcp.modules import narrow
 from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, compare
 from dmcp.retraining import Retraining, catch_up, train_all
 from dmcp.runs import CHECKPOINTS, PREPARED, SETTINGS, Run, read_json
@@ -340,7 +340,7 @@ class OneRun:
         assert checkpointer is not None
         if stored := checkpointer.load(current()):
             known, widths = stored.facts, job.graph.widths(Widths.from_json(stored.facts["widths"]))
-            model = copy.deepcopy(job.model) if known["has_model"] else None
+            model = narrow(job.model, {}, {}) if known["has_model"] else None
             self._weights(model).restore(stored.tensors, [], current())
             return Choice(widths=widths, kept=known["kept"], model=model, sample_passes=known["sample_passes"])
         if self.it.uses:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import TrainingError
+from dmcp.modules import modules_of
 from dmcp.runtime.cuda_graphs import Repeated
 from dmcp.runtime.distributed import current
 from dmcp.settings import Engine, Precision
@@ -121,7 +122,7 @@ def _computes_in_half(device: torch.device) -> bool:
 
 def _sync_batchnorm(model: nn.Module, undo: contextlib.ExitStack) -> None:
     """Let the BatchNorms of a model use the statistics of all ranks."""
-    for module in model.modules():
+    for module in modules_of(model):
         if (kind := type(module)) in _BATCH_NORMS:
             module.__class__ = nn.SyncBatchNorm  # the same parameters, buffers and attributes, but for one
             vars(module)["process_group"] = None
@@ -131,7 +132,7 @@ def _sync_batchnorm(model: nn.Module, undo: contextlib.ExitStack) -> None:
 
 def suits_kernels(model: nn.Module) -> bool:
     """Whether a model gets our kernels by default: most convolutions have few channels. Others are compiled instead."""
-    convs = [it for it in model.modules() if isinstance(it, nn.Conv2d)]
+    convs = [it for it in modules_of(model) if isinstance(it, nn.Conv2d)]
     few = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
     return 2 * len(few) > len(convs)
 

@@ -19,6 +19,7 @@ from dmcp.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.losses import classification_loss, warn, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
+from dmcp.modules import modules_of, without_autocast
 from dmcp.progress import phase, shown
 from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine
@@ -40,6 +41,7 @@ class SearchWarning(UserWarning):
 
 @checked
 @shown
+@without_autocast
 def search(
     net: Supernet,
     loader: Loader,
@@ -259,7 +261,7 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
 @contextlib.contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
     """Switch off num_batches_tracked: with a momentum nothing reads it, and each update costs a kernel."""
-    norms = [it for it in model.modules() if isinstance(it, _NormBase) and it.momentum is not None]
+    norms = [it for it in modules_of(model) if isinstance(it, _NormBase) and it.momentum is not None]
     counts = [norm.num_batches_tracked for norm in norms]
     for norm in norms:
         norm.num_batches_tracked = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from dmcp.batches import input_of, size_of
 from dmcp.budget import Budget, budget_loss, ratios
 from dmcp.losses import Loss, distillation_loss, loss_of
-from dmcp.modules import tensors_in
+from dmcp.modules import modules_of, tensors_in
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
 from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, autocast, make_optimizer, rate_shares, set_lr, sgd
 from dmcp.searching.config import extremes
@@ -179,7 +179,7 @@ def _add_back(before: Tensor | None, found: Sequence[Tensor | None], h: Tensor |
 def _only_alphas(net: Supernet) -> Iterator[None]:
     """Weights need no gradient meanwhile, and buffers (running statistics) are put back."""
     trained = [weight for weight in net.weights() if weight.requires_grad]
-    owners = [(part, name) for part in net.model.modules() for name, _ in part.named_buffers(recurse=False)]
+    owners = [(part, name) for part in modules_of(net.model) for name, _ in part.named_buffers(recurse=False)]
     buffers = [part.get_buffer(name) for part, name in owners]
     before = [torch.empty_like(buffer) for buffer in buffers]
     _copy(before, buffers)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from dmcp.batches import widest
 from dmcp.importance import magnitude
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, rand
-from dmcp.modules import narrow, tensors_in
+from dmcp.modules import modules_of, narrow, python_modules, tensors_in
 from dmcp.searching.config import bounds
 from dmcp.settings import Bound, Sampling
 from dmcp.supernet import Supernet, given_name, skip
@@ -110,7 +110,8 @@ class Stem:
         self.paths = tuple(paths)
         self.value = value  # its output, in the last recording
         self.parts = [net.model.get_submodule(path) for path in paths]
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*net.model.parameters(), *net.model.buffers())}
+        shared = python_modules(net.model)
+        shared |= {id(tensor): tensor for tensor in (*net.model.parameters(), *net.model.buffers())}
         self.rest = copy.deepcopy(net.model, shared)  # the same tensors
         skip(self.rest, paths)
 
@@ -183,11 +184,11 @@ def _is_same(stem: Stem) -> bool:
     net, device = stem.net, stem.net.position.device
     wide, dice = widest(device), torch.Generator().manual_seed(0)
     x = torch.randn(2, *net.graph.input_shape, generator=dice, dtype=wide).to(device)
-    twin = copy.deepcopy(net, {id(net.graph): net.graph}).to(wide).train()
+    twin = copy.deepcopy(net, {id(net.graph): net.graph} | python_modules(net)).to(wide).train()
     with torch.no_grad():
         for weight in twin.weights():
             weight.add_(0.1 * torch.randn(weight.shape, generator=dice, dtype=wide).to(device))
-    undivided = _outputs_and_gradients(copy.deepcopy(twin, {id(net.graph): net.graph}), None, x)
+    undivided = _outputs_and_gradients(copy.deepcopy(twin, {id(net.graph): net.graph} | python_modules(twin)), None, x)
     own = Stem(twin, stem.paths, stem.value)
     before = _plain_state(own.rest)
     divided = _outputs_and_gradients(twin, own, x)
@@ -224,4 +225,4 @@ def _outputs_and_gradients(net: Supernet, stem: Stem | None, x: Tensor) -> list[
 def _plain_state(model: nn.Module) -> list[dict[str, Any]]:
     """Numbers and texts that the modules of a network keep."""
     kinds = (int, float, str)
-    return [{name: it for name, it in vars(module).items() if type(it) in kinds} for module in model.modules()]
+    return [{name: it for name, it in vars(module).items() if type(it) in kinds} for module in modules_of(model)]

@@ -23,7 +23,19 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from dmcp.errors import TraceError
-from dmcp.modules import batch_of, call_model, leaves, map_leaves, narrow, on_meta, skeleton, tensors_in
+from dmcp.modules import (
+    batch_of,
+    call_model,
+    leaves,
+    map_leaves,
+    modules_of,
+    narrow,
+    no_autocast,
+    on_meta,
+    reason_of,
+    skeleton,
+    tensors_in,
+)
 
 aten = torch.ops.aten
 
@@ -431,7 +443,7 @@ _WORLD = threading.RLock()  # threads that trace wait for each other: random sta
 @contextlib.contextmanager
 def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[None]:
     """Random states, global switches and attributes of the model are afterwards as before; no copy may change those."""
-    owned = [vars(module) for module in (original.modules() if original else ())]
+    owned = [vars(module) for module in (modules_of(original) if original else ())]
     owned += [held for own in owned for held in own.values() if type(held) is dict]
     kept = [own.copy() for own in owned]
     with _WORLD, contextlib.ExitStack() as stack:
@@ -444,9 +456,7 @@ def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[
         random.seed(0)  # every recording and replay has the same random numbers
         np.random.seed(0)
         torch.default_generator.manual_seed(_SEED)
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(no_autocast())
         if device == "meta":
             stack.enter_context(torch.device("meta"))
         try:
@@ -484,7 +494,7 @@ def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
     with contextlib.suppress(Exception), untouched_world(device), torch.enable_grad():
         graded = tree_map_only(Tensor, lambda it: it.detach().requires_grad_(it.is_floating_point()).clone(), example)
         outputs = tensors_in(call_model(model, graded))
-        for module in model.modules():
+        for module in modules_of(model):
             module._parameters.clear()
         try:
             torch.autograd.backward([tensor.abs().sum() for tensor in outputs if tensor.requires_grad])
@@ -507,7 +517,7 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
         twin = narrow(model, {}, {}).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
-    before, _alive = _plain_state(twin), [vars(module).copy() for module in twin.modules()]
+    before, _alive = _plain_state(twin), [vars(module).copy() for module in modules_of(twin)]
     recorder = Recorder(twin, tensors_in(example), grad, model)
     recording = run_recorded(recorder, twin, example)
     modules = dict(model.named_modules())
@@ -560,5 +570,5 @@ def record_anywhere(model: nn.Module, example: Any, training: bool, grad: bool =
             raise
         except Exception as error:
             causes.append(error)
-    why = f"{type(causes[1]).__name__}: {causes[1]}"
+    why = reason_of(causes[1])
     raise TraceError(f"forward fails on this example input, or only while it is traced: {why}") from causes[0]

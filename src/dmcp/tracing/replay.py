@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import TraceError
-from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, tensors_in
+from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, reason_of, tensors_in
 from dmcp.tracing.coupling import Coupling, Dims, Literal
 from dmcp.tracing.layout import Atom, Layout
 from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Shape, compute, run_recorded
@@ -294,8 +294,7 @@ class ReplayContext:
         try:
             run_recorded(replayer, small, self.batch)
         except Exception as error:  # the model's own complaint about its widths
-            kind = "" if isinstance(error, _AstrayError) else f"{type(error).__name__}: "
-            replayer.stopped = f"{kind}{error}"
+            replayer.stopped = str(error) if isinstance(error, _AstrayError) else reason_of(error)
         pairs = zip(recording.made, replayer.recording.made, strict=False)
         for (at, path, wide), (*_, narrowed) in pairs:
             old, new = _plain(wide), _plain(narrowed)
@@ -366,6 +365,8 @@ class Resolver:
         ]
         if any(bound) or any(self._join_read(number, conflict) for conflict in conflicts):
             return
+        if any(self._join_bound(conflict) for conflict in conflicts):
+            return
         kept = [self._fix_conflict(number, conflict) for conflict in conflicts]
         if any(kept) or self._unbind([conflict.path for conflict in conflicts]):
             return
@@ -430,6 +431,22 @@ class Resolver:
                 apart = channels.resolve(layout) != channels.resolve(literal.layout)
                 if (wide, now) == (channels.size(literal.layout), value) and now < wide and apart:
                     channels.because = f"its size is read at {conflict.path}"
+                    channels.join(layout, literal.layout)
+                    return True
+        return False
+
+    def _join_bound(self, conflict: Conflict) -> bool:
+        """Join a dim with the one that the attribute behind its size follows: several splits by the same attributes."""
+        channels = self.coupling.channels
+        for literal, value in conflict.literals:
+            full = channels.size(literal.layout)
+            for place, (layout, multiple) in self.context.bindings.items():
+                around = not place[0] or f"{conflict.path}.".startswith(f"{place[0]}.")
+                same_full = channels.size(layout) == full
+                follows = multiple == 1 and channels.width(layout, self.widths) == value != full
+                apart = channels.resolve(layout) != channels.resolve(literal.layout)
+                if around and same_full and follows and apart and channels.atoms(literal.layout):
+                    channels.because = f"{'.'.join(filter(None, place[:2]))} is the size of both"
                     channels.join(layout, literal.layout)
                     return True
         return False

@@ -18,7 +18,17 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp.arguments import checked
 from dmcp.errors import TraceError
-from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, skeleton, tensors_in, unwrap
+from dmcp.modules import (
+    batch_of,
+    call_model,
+    map_leaves,
+    narrow,
+    rebatch,
+    skeleton,
+    tensors_in,
+    unwrap,
+    without_autocast,
+)
 from dmcp.tracing.cost import Terms, moments, product, total
 from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
 from dmcp.tracing.gates import Fold, plan_folds
@@ -46,6 +56,7 @@ _IGNORED = "ignored, as you asked"
 
 
 @checked
+@without_autocast
 def trace(
     model: nn.Module,
     example_input: Any,

@@ -16,10 +16,22 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp.arguments import checked
 from dmcp.errors import CutError, TraceError
-from dmcp.modules import Cut, batch_of, call_model, index, map_leaves, narrow, rebatch, tensors_in, unwrap
+from dmcp.modules import (
+    Cut,
+    batch_of,
+    call_model,
+    index,
+    map_leaves,
+    narrow,
+    reason_of,
+    rebatch,
+    tensors_in,
+    unwrap,
+    without_autocast,
+)
 from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
 from dmcp.tracing.graph import ChannelGraph, Kept
-from dmcp.tracing.record import Func, aten, check_example, untouched_world
+from dmcp.tracing.record import Func, Guard, aten, check_example, untouched_world
 from dmcp.widths import ChannelSpace
 
 _SAME = 1e-6  # largest difference that rounding explains in float64, as a share of the largest number
@@ -28,6 +40,7 @@ _SMALL = 1e-3  # gradients are compared with their own largest number, but with 
 
 
 @checked
+@without_autocast
 def verify(
     model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Mapping[str, Kept] | None = None
 ) -> float:
@@ -41,6 +54,7 @@ def verify(
     model = unwrap(model)
     check_example(example_input)
     graph.check_architecture(model)
+    _check_stands_alone(model, example_input)
     kept = _some_channels(graph.spaces) if widths is None else widths
     difference = _compare(model, graph, example_input, kept)
     if difference.found:
@@ -49,6 +63,18 @@ def verify(
             "trace(..., ignore=[...])."
         )
     return difference.outputs
+
+
+def _check_stands_alone(model: nn.Module, example: Any) -> None:
+    """Refuse a model whose copies use its own tensors, before a copy that runs in train mode changes its statistics."""
+    twin = narrow(model, {}, {}).eval()
+    try:
+        with untouched_world("cpu", model), torch.no_grad(), Guard(model):
+            call_model(twin, tree_map_only(Tensor, torch.clone, example))
+    except TraceError:
+        raise
+    except Exception:  # the comparison says why it does not run
+        return
 
 
 def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[list[ChannelSpace], str]:
@@ -164,7 +190,7 @@ def _compare(
             raise
         except Exception as error:
             if dtype is None:
-                raise ForwardError(f"forward fails on this input: {type(error).__name__}: {error}") from error
+                raise ForwardError(f"forward fails on this input: {reason_of(error)}") from error
     if gated_outputs and not any(output.isfinite().any() for output in gated_outputs):
         raise ForwardError("On this input the outputs are not finite (NaN or infinite), so nothing can be compared.")
 
@@ -193,7 +219,7 @@ def _compare(
             expected = [index(gradient, cuts.get(name, ())) for name, gradient in gated_gradients.items()]
             gradient_gap = _gap(expected, list(small_gradients.values()))
     except Exception as error:
-        return _Difference(0.0, 0.0, allowed, failure=f"{type(error).__name__}: {error}")
+        return _Difference(0.0, 0.0, allowed, failure=reason_of(error))
     worst = float(torch.tensor(gaps, dtype=torch.float64).max())  # NaN if one of them is
     return _Difference(worst, gradient_gap, allowed)
 
