@@ -224,7 +224,7 @@ def test_a_run_on_image_files_goes_on_in_the_middle_of_an_epoch(
     assert typed(*argv, "--out", whole) == 0
     assert typed(*argv, "--out", run, moment=step_of("unpruned", 7)) == -1
     assert saved_step(run / "checkpoints" / "unpruned") == 6
-    assert typed("train", "--resume", run, "--quiet", "--workers", "1") == 0
+    assert typed("train", "--resume", run, "--model", "killed_net:build", "--quiet", "--workers", "1") == 0
     assert_same(run, whole)
 
 

@@ -147,6 +147,8 @@ Input = Annotated[str, typer.Option(help=_help("input"))]
 Device = Annotated[str, typer.Option(help=_help("device"))]
 Workers = Annotated[int | None, typer.Option(min=1, max=1024, help=_help("workers"))]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help=_help("seed"))]
+_TYPED_AGAIN = "Network of the run, typed again: needed if building it runs your own code or fetches weights."
+RunModel = Annotated[str, typer.Option(help=_TYPED_AGAIN, autocompletion=complete_model)]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of text.")]
@@ -256,6 +258,7 @@ def sample(
     budget: Annotated[str, typer.Option(help="Another budget than the search's, to which widths are scaled.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for the files; default: the run.")] = None,
     seed: Seed = 0,
+    model: RunModel = "",
     as_json: AsJson = False,
 ) -> None:
     """Widths of a search, inside its budget: the expected ones, or samples (each a file for dmcp train).
@@ -266,7 +269,7 @@ def sample(
       dmcp sample runs/cifar-resnet20-cifar10-search --budget 30%
       dmcp sample runs/cifar-resnet20-cifar10-search --direct 5 --seed 1 --json
     """
-    _late("show").sample(run, direct, budget, out or run, seed, as_json)
+    _late("show").sample(run, direct, budget, out or run, seed, model, as_json)
 
 
 @app.command()
@@ -277,6 +280,7 @@ def evaluate(
     device: Device = "",
     workers: Workers = None,
     corrupt: Annotated[Corrupt, typer.Option(help=_help("corrupt"))] = Corrupt.STOP,
+    model: RunModel = "",
     as_json: AsJson = False,
 ) -> None:
     """Test the network of a run on the test set.
@@ -288,7 +292,7 @@ def evaluate(
     """
     changes = {"device": device, "workers": workers, "corrupt": corrupt}
     changes |= {name: value for name, value in (("data", data), ("batch", batch)) if value}
-    _late("show").evaluate(run, changes, as_json)
+    _late("show").evaluate(run, changes, model, as_json)
 
 
 @app.command()
@@ -344,6 +348,7 @@ def export(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file; default: model.onnx in the run.")] = None,
     int8: Annotated[bool, typer.Option("--int8", help="8 bits; default: model.int8.onnx in the run.")] = False,
+    model: RunModel = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -356,7 +361,7 @@ def export(
       dmcp export runs/resnet18-photos-prune --int8
     """
     target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
-    _late("show").export(run, target, int8, quiet, as_json)
+    _late("show").export(run, target, int8, model, quiet, as_json)
 
 
 @app.command()
