@@ -175,7 +175,9 @@ def place_of(config: RunConfig) -> torch.device:
     if name == "cuda" and (world := current()).size > 1:
         name = f"cuda:{world.local}"
     try:
-        return torch.zeros(1, device=name).device
+        probe = torch.zeros(1, device=name)
+        probe.item()  # on the meta device tensors have no values
+        return probe.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): write --device cpu.") from None
