@@ -42,6 +42,7 @@ _EXIT: dict[type[BaseException], int] = {  # the first that fits; all else is a 
     typer.Abort: 130,
     Exception: 1,
 }
+_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _EVERY_RANK = ("prune", "search", "train", "compare-run")  # commands that several ranks work on
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
@@ -51,6 +52,11 @@ def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    for number in _ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+    if sys.stdout and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     debug = "--debug" in sys.argv  # at any place
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
@@ -59,6 +65,9 @@ def main() -> None:
             code = app(prog_name="dmcp", standalone_mode=False)
         if sys.stdout:
             sys.stdout.flush()
+    except _EndedError as error:  # unfinished files are removed by now
+        signal.signal(error.number, signal.SIG_DFL)
+        os.kill(os.getpid(), error.number)
     except BaseException as error:
         # typer ends with SystemExit where a reader has gone
         cause = error.__context__ if isinstance(error, SystemExit) else error
@@ -69,6 +78,20 @@ def main() -> None:
             raise
         _tell(cause, code, debug)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+class _EndedError(BaseException):
+    """A signal that ends the process."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Leave all blocks, which remove their unfinished files, before the process is ended by the signal."""
+    signal.signal(number, signal.SIG_IGN)
+    raise _EndedError(number)
 
 
 def _interrupt(*_: object) -> NoReturn:
