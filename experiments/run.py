@@ -196,7 +196,9 @@ def run_experiment(path: Path, results: Path, out: Path, only_list: bool = False
         words = ["compare", *shlex.split(settings["compare"]), "--out", str(out / path.stem), "--json", "--quiet"]
         print(shlex.join(["dmcp", *words]) + (f": recorded in {file}" if file.exists() else ""))
         if not file.exists() and not only_list:
-            done = subprocess.run([sys.executable, "-m", "dmcp", *words], check=True, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "dmcp", *words], check=True, stdout=subprocess.PIPE, text=True
+            )
             _write(file, json.loads(done.stdout))
         return
     recorded = json.loads(file.read_text()) if file.exists() else {"cells": []}

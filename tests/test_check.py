@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -157,3 +158,14 @@ def test_what_is_odd_about_the_data_is_said_once(here: Path, capsys: Capture) ->
     assert code == 0, err
     assert err.count("--input 3x64x48") == 1, err
     assert json.loads((here / "run" / "input.json").read_text()) == preprocessing(load(data.name))
+
+
+def test_names_of_files_and_classes_need_not_be_utf8(here: Path, capsys: Capture) -> None:
+    photos = write_photos(here / "odd-photos", (16, 16))
+    for path in [*photos.rglob("*.png"), *photos.glob("*/*")]:
+        path.rename(path.with_name(os.fsdecode(b"\xff" + os.fsencode(path.name))))
+    assert run(capsys, "data", "odd-photos")[::2] == (0, "")
+    words = ("--input", "3x16x16", "--epochs", "1", "--batch", "2", "--quiet", "--device", "cpu")
+    code, _, err = run(capsys, "train", "--model", "cifar:resnet20", "--data", "odd-photos", *words, "--out", "run")
+    assert code == 0, err
+    assert run(capsys, "report", "run")[0] == 0

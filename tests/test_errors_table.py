@@ -42,6 +42,8 @@ MISTAKES = {
         prune --model digits:resnet
         prune DIGITS --method dmcp-direct
         train DIGITS --device tpu9
+        train DIGITS --device meta
+        train --model mytable_net:number --data digits
         prune --recipe imagenet_resnet50_1100 --data photos
         prune DIGITS --weights three-classes.pth --teacher given
         prune --resume half --budget 40%
@@ -138,6 +140,8 @@ def meta():
 
 def linear():
     return nn.Linear(8, 2)
+
+number = 7
 
 def failing():
     raise LookupError("the cupboard is bare")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +25,16 @@ def test_a_folder_is_held_while_the_block_runs(tmp_path: Path) -> None:
             assert is_locked(tmp_path)  # the one that was refused took nothing away
             _ = 1 / 0
         assert list(tmp_path.iterdir()) == [] and not is_locked(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="NOT TESTED: needs Linux")
+def test_a_kill_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    code = "import os, sys\nfrom pathlib import Path\nfrom dmcp.runtime.io import write_files\n"
+    code += "def data():\n    yield b'half'\n    os.kill(os.getpid(), 9)\n"
+    code += "write_files(Path(sys.argv[1]), {'report.html': data()})\n"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, check=False).returncode == -9
+    assert list(tmp_path.iterdir()) == []
 
 
 @dataclass(frozen=True)

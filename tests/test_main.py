@@ -109,6 +109,16 @@ def test_a_reader_that_goes_and_ctrl_c_while_torch_is_imported(tmp_path: Path) -
     assert start("-m", "dmcp", "inspect", "digits:resnet", PYTHONPATH=path) == (130, "", "")
 
 
+def test_a_signal_ends_a_command_once_its_unfinished_files_are_removed(tmp_path: Path) -> None:
+    code = "import os, sys, tempfile\nfrom dmcp.cli import main, show\n"
+    code += (
+        "def report(runs, out):\n    with tempfile.TemporaryDirectory(dir=runs[0]):\n        os.kill(os.getpid(), 15)\n"
+    )
+    code += f"show.report = report\nsys.argv = ['dmcp', 'report', {str(tmp_path)!r}]\nmain.main()\n"
+    assert start("-c", code)[0] == -15
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_of_several_ranks_one_speaks(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -123,9 +133,15 @@ def test_of_several_ranks_one_speaks(capsys: Capture, tmp_path: Path, monkeypatc
         assert code == 2 and "leave torchrun out" in err
 
 
+# What Python itself imports from the current folder before the package begins, see docs/command-line.md.
+BEFORE_US = {"collections", "contextlib", "functools", "importlib", "keyword", "operator", "reprlib"}
+BEFORE_US |= {"types", "warnings"}
+
+
 def test_a_folder_cannot_take_the_place_of_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("jinja2.py", "safetensors.py", "json.py"):
-        (tmp_path / name).write_text("raise SystemExit('imported from the current folder')")
+    for name in {*sys.stdlib_module_names, "jinja2", "safetensors", "torch", "typer", "numpy"} - BEFORE_US:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
-    found = start("-m", "dmcp", "runs", ".")
-    assert found[:2] == (0, ".: no runs.\n"), found
+    for flag in (["-m", "dmcp"], ["-mdmcp"]):
+        found = start(*flag, "runs", ".")
+        assert found[:2] == (0, ".: no runs.\n"), found

@@ -219,3 +219,10 @@ def test_own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
     with pytest.raises(error):
         choose(name, problem, None)
     assert [*map(title, ("dmcp", "a.b:mine", "a:Outer.mine"))] == ["dmcp", "mine", "Outer.mine"]
+
+
+def test_a_method_is_stopped_where_it_reports(tmp_path: Path) -> None:
+    checkpointer = dmcp.Checkpointer(tmp_path, stop_requested=lambda: True)
+    problem = replace(planted_problem(), runtime=dmcp.Runtime(checkpointer=checkpointer))
+    with pytest.raises(dmcp.StoppedError):
+        problem.log({"episode": 0})

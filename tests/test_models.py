@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp.models import build, names, sample_shape
+from dmcp.models import build, names, rebuild, sample_shape
 
 
 def resnet_macs(blocks: int, width: int, channels: int, size: int) -> int:
@@ -56,6 +57,27 @@ def test_other_libraries_and_own_modules(tmp_path: Path, monkeypatch: pytest.Mon
     assert sample_shape(build("timm:test_resnet")) == (3, 160, 160) and "timm:resnet18" in names(timm=True)
 
 
+def test_libraries_are_not_looked_for_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither timm, nor what it imports where that is installed, nor by a name in the settings of a run."""
+    here, installed = tmp_path / "here", tmp_path / "installed"
+    for folder in (here, installed):
+        folder.mkdir()
+    (here / "wandb.py").write_text("raise SystemExit('a file of the current folder')")
+    (here / "my_net.py").write_text("from dmcp.models import build\nnet = lambda: build('digits:resnet')\n")
+    (installed / "timm.py").write_text(
+        "import contextlib\nwith contextlib.suppress(ImportError):\n    import wandb\n"
+        "from dmcp.models import build\nis_model = bool\ncreate_model = lambda name, **more: build('digits:resnet')\n"
+    )
+    for module in ("timm", "wandb", "my_net"):
+        monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
+    monkeypatch.chdir(here)
+    importlib.invalidate_caches()
+    assert isinstance(build("my_net:net"), nn.Module)  # its folder is searched, since its name was typed
+    assert isinstance(build("timm:resnet18"), nn.Module) and "wandb" not in sys.modules
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -63,14 +85,15 @@ def test_other_libraries_and_own_modules(tmp_path: Path, monkeypatch: pytest.Mon
         ("own_net:Clasifier", "Classifier"),
         ("own_net:broken", "ZeroDivisionError"),
         ("own_net:Nothing", "not an nn.Module"),
+        ("own_net:number", "int"),
         ("a.b:c", "imported"),
     ],
 )
 def test_names_that_are_refused(name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    lines = "broken = lambda: 1 / 0\nclass Nothing: pass\nclass Classifier: pass\n"
+    lines = "number = 7\nbroken = lambda: 1 / 0\nclass Nothing: pass\nclass Classifier: pass\n"
     (tmp_path / "own_net.py").write_text(lines)
     monkeypatch.delitem(sys.modules, "own_net", raising=False)
     with pytest.raises(dmcp.DmcpError) as error:
-        build(name)
+        rebuild(name, (), classes=10)
     assert hint in str(error.value)

@@ -42,6 +42,7 @@ def build(num_classes, width=6, channels=1):
     return nn.Sequential(*first, *second, *head)
 """
 COMMON = ("--model", "killed_net:build", "--data", "digits", "--batch", "80", "--save-steps", "10", "--quiet")
+AGAIN = ("--model", "killed_net:build")  # what runs code is typed again
 PRUNE = ("prune", *COMMON, "--search-epochs", "2", "--epochs", "1", "--baselines")
 KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json")
 
@@ -100,7 +101,7 @@ def typed(*argv: Any, moment: Moment | None = None, act: str = "kill") -> int:
 
 
 def resume(run: Path, *words: str, **how: Any) -> int:
-    return typed("prune", "--resume", run, "--quiet", *words, **how)
+    return typed("prune", "--resume", run, *AGAIN, "--quiet", *words, **how)
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +165,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(case: str, runs: Runs, tmp_pat
     start, moment, act, code, left = CASES[case]
     run = tmp_path / "run"
     whole = runs()
-    argv = ["prune", "--resume", run, "--quiet"] if start else [*PRUNE, "--out", run]
+    argv = ["prune", "--resume", run, *AGAIN, "--quiet"] if start else [*PRUNE, "--out", run]
     if start:
         shutil.copytree(runs(STARTS[start]), run)
     capfd.readouterr()
@@ -207,9 +208,9 @@ RETRAIN = ("prune", *COMMON, "--search-epochs", "2", "--epochs", "2", "--retrain
 def test_other_commands_and_ways_go_on_too(runs: Runs, tmp_path: Path, argv: tuple[str, ...], moment: Moment) -> None:
     whole, run = runs(argv=argv), tmp_path / "run"
     assert typed(*argv, "--out", run, moment=moment) == -1
-    assert typed(argv[0], "--resume", run, "--quiet") == 0
+    assert typed(argv[0], "--resume", run, *AGAIN, "--quiet") == 0
     assert_same(run, whole)
-    assert typed(argv[0], "--resume", run) == 2  # it is done
+    assert typed(argv[0], "--resume", run, *AGAIN) == 2  # it is done
 
 
 @pytest.mark.parametrize("share", [0.25, 0.0], ids=["in memory", "streamed"])
@@ -224,7 +225,7 @@ def test_a_run_on_image_files_goes_on_in_the_middle_of_an_epoch(
     assert typed(*argv, "--out", whole) == 0
     assert typed(*argv, "--out", run, moment=step_of("unpruned", 7)) == -1
     assert saved_step(run / "checkpoints" / "unpruned") == 6
-    assert typed("train", "--resume", run, "--quiet", "--workers", "1") == 0
+    assert typed("train", "--resume", run, *AGAIN, "--quiet", "--workers", "1") == 0
     assert_same(run, whole)
 
 
@@ -300,7 +301,7 @@ def test_other_weights_are_refused(capfd: Capture) -> None:
     argv = ("train", *COMMON, "--epochs", "1", "--weights", "given.pth", "--out", "run")
     assert typed(*argv, moment=step_of("unpruned", 12)) == -1 and "model is used" in capfd.readouterr().err
     torch.save(other, "given.pth")
-    assert typed("train", "--resume", "run") == 2 and "weights was" in capfd.readouterr().err
+    assert typed("train", "--resume", "run", *AGAIN) == 2 and "weights was" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["files", "arrays"])
@@ -325,8 +326,8 @@ def test_a_run_whose_images_were_replaced_does_not_go_on(kind: str, tmp_path: Pa
         path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     else:
         np.savez(path, images=255 - images, labels=np.arange(16) % 2)
-    assert typed("train", "--resume", run, "--quiet") == 2
+    assert typed("train", "--resume", run, *AGAIN, "--quiet") == 2
     assert "images for training was" in capfd.readouterr().err
     path.write_bytes(before)
     os.utime(path, (1, 1))
-    assert typed("train", "--resume", copied, "--quiet") == 0
+    assert typed("train", "--resume", copied, *AGAIN, "--quiet") == 0

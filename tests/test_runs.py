@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ import safetensors.torch
 import torch
 from nets import Residual, sample
 from test_pruning import SEARCH, TRAIN, Noise, traced
+from typed import command
 
 import dmcp
+from dmcp.cli.config import RunConfig
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
 from dmcp.runs import Run, free_folder, list_runs, read_run, read_runs, save_search
 from dmcp.runtime.io import Lock
+from dmcp.settings import SearchConfig
 from dmcp.training import Event
 
 FILES = {"log.jsonl", "search.json", "search.safetensors", "widths.json", "model.safetensors", "report.md"}
@@ -251,3 +255,39 @@ def test_runs_of_folders(tmp_path: Path) -> None:
     for read in (lambda: list_runs(tmp_path / "none"), lambda: read_run(table), lambda: read_runs([table / "plans"])):
         with pytest.raises((FileError, OSError)):
             read()
+
+
+# settings of a run of somebody else, and the option that a person would have to type again
+STRANGE: dict[str, dict[str, Any]] = {
+    "model": {"model": "strange_code:net"},
+    "call": {"model": "subprocess:check_output", "model_args": ["args=['touch', 'ran']"]},
+    "fetched": {"model": "resnet18", "model_args": ["weights=DEFAULT"]},
+    "pretrained": {"model": "timm:resnet18", "model_args": ["pretrained=True"]},
+    "teacher": {"model": "digits:resnet", "teacher": "x.pth", "teacher_model": "strange_code:net"},
+    "method": {"model": "digits:resnet", "method": "strange_code:net"},
+    "wandb": {"model": "digits:resnet", "track": ["wandb"]},
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_the_settings_of_a_run_run_no_code_and_fetch_nothing(
+    kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "strange_code.py").write_text("from pathlib import Path\nPath('ran').touch()\nnet = None\n")
+    run, settings = tmp_path / "run", RunConfig(data="digits", search=SearchConfig(budget="50%")).to_json()
+    settings |= STRANGE[kind] | {"classes": 10, "shape": [1, 8, 8]}
+    Run(run).write_all({"settings.json": settings, "log.jsonl": "", "widths.json": {}, "search.json": {}})
+    option = {"teacher": "teacher-model", "method": "method", "wandb": "track"}.get(kind, "model")
+    others = ("evaluate", "export", "sample") if option == "model" else ()
+    for words in [*((name, str(run)) for name in others), ("prune", "--resume", str(run))]:
+        assert command(*words) == 2
+        error = capsys.readouterr().err
+        assert f"if you trust them, add --{option} " in error, error
+    with pytest.raises(FileError):
+        dmcp.load(run)
+    assert not (tmp_path / "ran").exists()
+    if kind == "model":  # what a person types is run
+        assert command("evaluate", str(run), "--model", "strange_code:net") == 2
+        assert (tmp_path / "ran").exists()
+        sys.modules.pop("strange_code")

@@ -14,6 +14,12 @@ dmcp.save(small, widths, "folder")                              # safetensors an
 A name is imported when it is first used: `import dmcp` alone does not import torch.
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("dmcp", "-mdmcp") and not sys.flags.safe_path:
+    # The current folder comes first under `python -m dmcp`: its files must not take the place of libraries.
+    del sys.path[0]
+
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any

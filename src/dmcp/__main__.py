@@ -1,10 +1,4 @@
-"""`python -m dmcp` is the command `dmcp`."""
-
-import os
-import sys
-
-if not sys.flags.safe_path and sys.path[0] == os.getcwd():
-    del sys.path[0]  # a stranger's folder must not take the place of libraries that are imported later
+"""`python -m dmcp` is the command `dmcp`; the current folder is taken off sys.path in `dmcp/__init__.py`."""
 
 from dmcp.cli.main import main
 

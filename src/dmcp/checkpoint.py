@@ -373,6 +373,11 @@ class Checkpointer:
         if any(gather(self.stop_requested(), world)) and not facts.get(DONE):
             raise StoppedError(f"Stopped after step {step}, as asked; everything up to here is saved.")
 
+    def stop_if_requested(self, world: World) -> None:
+        """StoppedError if a stop was requested, in a loop that saves nothing and begins anew when the run goes on."""
+        if any(gather(self.stop_requested(), world)):
+            raise StoppedError("Stopped, as asked; everything before the choice of widths is saved.")
+
     def _identity(self, world: World) -> Any:
         return json.loads(json.dumps(dict(self.identity) | {"world_size": world.size}))
 

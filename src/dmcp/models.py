@@ -6,6 +6,7 @@ import ast
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 import warnings
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmcp.errors import DmcpError
+
+_FETCHING = ("weights", "pretrained", "checkpoint")  # how arguments begin that make a library fetch or read weights
+_CURRENT_FOLDER = ""  # on sys.path
 
 
 class Block(nn.Module):
@@ -71,8 +75,7 @@ class ResNet(nn.Module):
 
 def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
     """torchvision's MobileNetV2 with two strides less, so that 32x32 images end at 4x4."""
-    import torchvision  # late, as everywhere here: it takes seconds
-
+    torchvision = library("torchvision")  # late, as everywhere here: it takes seconds
     # expansion, channels, repeats, stride: the second stage has stride 1, and so has the stem
     stages = [(1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)]
     settings = {"inverted_residual_setting": [list(stage) for stage in stages], "dropout": 0.0} | kwargs
@@ -120,7 +123,7 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
 def rebuild(name: str, typed: Iterable[str], classes: int | None, seed: int = 0) -> nn.Module:
     """Build the network of a run: arguments as typed, classes of the data, weights that depend on the seed only."""
     arguments = dict(map(argument, typed))
-    if classes is not None and (of_library(name) or "num_classes" in inspect.signature(find(name)).parameters):
+    if classes is not None and (of_library(name) or _takes_classes(find(name))):
         arguments = {"num_classes": classes} | arguments
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -130,6 +133,21 @@ def rebuild(name: str, typed: Iterable[str], classes: int | None, seed: int = 0)
 def of_library(name: str) -> bool:
     """Whether torchvision, timm or this package builds it, not a user's own code."""
     return ":" not in name or name.partition(":")[0] in ("timm", *NETS)
+
+
+def is_harmless(name: str, typed: Iterable[str]) -> bool:
+    """Whether building this network runs the code of libraries only, and fetches nothing from the network."""
+    arguments = dict(map(argument, typed))
+    fetching = [key for key, value in arguments.items() if key.startswith(_FETCHING) and value]
+    return of_library(name) and not fetching
+
+
+def _takes_classes(factory: Callable[..., Any]) -> bool:
+    """Whether a user's factory has an argument `num_classes`."""
+    try:
+        return "num_classes" in inspect.signature(factory).parameters
+    except ValueError:  # some that are written in C do not say
+        return False
 
 
 def argument(text: str) -> tuple[str, Any]:
@@ -153,30 +171,32 @@ def sample_shape(model: nn.Module, usual: tuple[int, ...] = (3, 224, 224)) -> tu
 def names(timm: bool = False) -> list[str]:
     """Names that `build` knows: torchvision's and those of small networks, or timm's."""
     if timm:
-        return [f"timm:{name}" for name in imported("timm", "list_models")()]
-    import torchvision
-
+        return [f"timm:{name}" for name in library("timm").list_models()]
+    torchvision = library("torchvision")
     small = [f"{library}:{name}" for library, known in NETS.items() for name in known]
     return [*small, *torchvision.models.list_models()]
 
 
 def find(name: str) -> Callable[..., Any]:
     """The function or class that builds the network of this name."""
-    library, colon, rest = name.partition(":")
+    package, colon, rest = name.partition(":")
     if not colon:
         return _torchvision(name)
-    if library in NETS:
-        return NETS[library].get(rest) or _unknown(rest, NETS[library], library, f"All: {', '.join(NETS[library])}.")
-    if library == "timm":
-        if not imported(library, "is_model")(rest):
-            _unknown(rest, imported(library, "list_models")(), library)
-        return lambda **kwargs: imported(library, "create_model")(rest, **kwargs)
-    return imported(library, rest)  # type: ignore[no-any-return]
+    if package in NETS:
+        return NETS[package].get(rest) or _unknown(rest, NETS[package], package, f"All: {', '.join(NETS[package])}.")
+    if package == "timm":
+        timm = library("timm")
+        if not timm.is_model(rest):
+            _unknown(rest, timm.list_models(), "timm")
+        return lambda **kwargs: timm.create_model(rest, **kwargs)
+    factory = imported(package, rest)
+    if not callable(factory):
+        raise DmcpError(f"{name}: is a {type(factory).__name__}, not a function or class that builds a network.")
+    return factory  # type: ignore[no-any-return]
 
 
 def _torchvision(name: str) -> Callable[..., Any]:
-    import torchvision
-
+    torchvision = library("torchvision")
     known = torchvision.models.list_models()
     if name not in known:
         hint = "Other ways: timm:NAME, package.module:factory. For small images: cifar:NAME, digits:resnet."
@@ -186,19 +206,41 @@ def _torchvision(name: str) -> Callable[..., Any]:
     return lambda **kwargs: builder(**dict.fromkeys(wanted) | kwargs)
 
 
-def imported(module: str, name: str) -> Any:
-    """What a user's module has under a name, like `build` or `Outer.build`; it may lie in the current folder."""
-    if "" not in sys.path:
-        sys.path.append("")  # last: a file there must not take the place of a library
+def library(name: str) -> Any:
+    """A library that is named by data; neither it nor what it imports is looked for in the current folder."""
+    before = list(sys.path)
+    sys.path[:] = [folder for folder in before if folder != _CURRENT_FOLDER]
     try:
-        found: Any = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit
-        raise DmcpError(f"{module}:{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+        return _import(name)
+    finally:
+        sys.path[:] = before
+
+
+def imported(module: str, name: str) -> Any:
+    """What a module that a person typed has under a name, like `build` or `Outer.build`.
+
+    Only if it is not installed does Python look into the current folder, also for what the module itself imports.
+    """
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except ValueError:  # no name, or a module that was not imported from a file, which `_import` says
+        spec = None
+    is_installed = spec is not None and spec.origin is not None  # folders without __init__.py have no origin
+    if not is_installed and _CURRENT_FOLDER not in sys.path:
+        sys.path.append(_CURRENT_FOLDER)  # last: a file there must not take the place of a library
+    value = _import(module)
     for part in name.split("."):
-        if not hasattr(found, part):
-            _unknown(part, dir(found), module)
-        found = getattr(found, part)
-    return found
+        if not hasattr(value, part):
+            _unknown(part, dir(value), module)
+        value = getattr(value, part)
+    return value
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit
+        raise DmcpError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> NoReturn:

@@ -72,7 +72,9 @@ class Run:
     def write_all(self, files: Mapping[str, Any]) -> None:
         """Write several files; none has its name before all are on the disk."""
         texts = {it: x if isinstance(x, str | bytes) else json.dumps(x, indent=1) for it, x in files.items()}
-        write_files(self.folder, {it: text.encode() if isinstance(text, str) else text for it, text in texts.items()})
+        # names of files in a text need not be UTF-8
+        encoded = {it: x.encode(errors="backslashreplace") if isinstance(x, str) else x for it, x in texts.items()}
+        write_files(self.folder, encoded)
 
     def add(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line to a file of records."""

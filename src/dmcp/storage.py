@@ -126,7 +126,7 @@ def _built(path: Path) -> nn.Module:
         stored = parse_json(read_bytes(path, MOST_JSON), path)
         name, typed, classes = stored["model"], stored["model_args"], stored["classes"]
         numbers = all(isinstance(value, int | float | None) for _, value in map(models.argument, typed))
-        if not models.of_library(name) or not numbers:
+        if not models.is_harmless(name, typed) or not numbers:
             raise ValueError(f"built by {' '.join((name, *typed))}")
         return models.rebuild(name, typed, classes)
     except (AttributeError, DmcpError, KeyError, TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.cli import prune, session
-from dmcp.cli.config import Request, RunConfig
+from dmcp.cli.config import Request, RunConfig, needs_typing
 from dmcp.cli.session import Job, place_of
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS, title
 from dmcp.compare.table import COMMANDS, PAGE, write_table
-from dmcp.errors import DmcpError, StoppedError
+from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.exporting import blaming
 from dmcp.models import argument
 from dmcp.runs import Run, slug
@@ -71,6 +72,9 @@ def compare(config: RunConfig, request: Request) -> None:
 def compare_run(settings: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison."""
     it = runner.read_plan(settings)
+    planned = replace(it.protocol.config, method=it.method)
+    if session.CHILD not in os.environ and needs_typing(planned):
+        raise FileError(f"{settings}: this run needs code that is not a library's: start it with dmcp compare.")
     if is_locked(folder):
         session.log("a process whose dmcp compare was killed still does this run: waiting for it")
     while is_locked(folder):

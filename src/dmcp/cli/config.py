@@ -87,6 +87,41 @@ def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
         raise FileError(f"{run}: its settings are not of this version ({quote(error)}): start anew.") from None
 
 
+def needs_typing(config: RunConfig) -> dict[str, str]:
+    """The settings that run other code than a library's, or use the network, as they are typed, by option."""
+    from dmcp.models import is_harmless  # imports torch
+
+    needs = {}
+    if not is_harmless(config.model, config.model_args):
+        needs["model"] = config.model
+    if config.teacher_model and not is_harmless(config.teacher_model, config.teacher_model_args):
+        needs["teacher_model"] = config.teacher_model
+    if ":" in config.method:
+        needs["method"] = config.method
+    if "wandb" in ",".join(config.track).lower():
+        needs["track"] = ",".join(config.track)
+    return needs
+
+
+def check_typed(run: Path, config: RunConfig, typed: Mapping[str, Any]) -> None:
+    """Refuse settings of a run that run code or use the network, unless each option of `typed` repeats them.
+
+    Whoever made the run has written its settings; a person trusts only what this person types.
+    """
+    from dmcp.runtime.io import quote  # imports torch
+
+    needs = needs_typing(config)
+    for option in needs.keys() & typed.keys():
+        value = typed[option]
+        if (value if isinstance(value, str) else ",".join(value)) != needs[option]:
+            arguments = getattr(config, f"{option}_args", ())
+            setting = quote(" ".join((needs[option], *arguments)))
+            raise FileError(
+                f"{run}: its settings run code or use the network ({setting}): "
+                f"if you trust them, add {option_word(option)} {quote(needs[option])}."
+            )
+
+
 # recipes
 
 _MOBILE = {"model": "mobilenet_v2", "model_args": ("width_mult=1.5", "dropout=0")}
@@ -260,12 +295,14 @@ def _resumed(request: Request) -> RunConfig:
     """The settings of an old run, which options must not contradict."""
     folder = Path(request.resume)
     _, config = read_config(folder)
+    nothing_typed = dict.fromkeys(("model", "teacher_model", "method", "track"), "")
+    check_typed(folder, config, nothing_typed | dict(request.typed))
     if config.command != request.command:
         raise DmcpError(f"{folder} is a run of dmcp {config.command}: go on with that command.")
     renewed = {name: value for name, value in request.typed.items() if name in _RENEWABLE}
     others = request.typed.keys() - renewed.keys()
     if changed := [name for name in sorted(others) if _apply(config, {name: request.typed[name]}) != config]:
-        words = ", ".join(map(_word, changed))
+        words = ", ".join(map(option_word, changed))
         raise DmcpError(f"{folder} goes on with the settings it began with: leave {words} out.")
     return _apply(config, renewed)
 
@@ -348,7 +385,7 @@ _COMPARE: dict[str, tuple[Any, Any, str]] = {  # options of compare that are no 
 }
 
 
-def _word(name: str) -> str:
+def option_word(name: str) -> str:
     return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
 
 
@@ -375,7 +412,7 @@ def _option(name: str, group: str, others: Mapping[str, tuple[Any, Any, str]]) -
         if name == "recipe":
             words["autocompletion"] = lambda incomplete: [it for it in RECIPES if it.startswith(incomplete)]
     both = kind == bool | None and usual is not False  # --name and --no-name
-    hint: Any = Annotated[kind, typer.Option(*(() if both else (_word(name),)), **words)]
+    hint: Any = Annotated[kind, typer.Option(*(() if both else (option_word(name),)), **words)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 

@@ -42,6 +42,7 @@ _EXIT: dict[type[BaseException], int] = {  # the first that fits; all else is a 
     typer.Abort: 130,
     Exception: 1,
 }
+_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _EVERY_RANK = ("prune", "search", "train", "compare-run")  # commands that several ranks work on
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=_CODES)
@@ -51,6 +52,11 @@ def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    for number in _ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+    if sys.stdout and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     debug = "--debug" in sys.argv  # at any place
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
@@ -59,6 +65,9 @@ def main() -> None:
             code = app(prog_name="dmcp", standalone_mode=False)
         if sys.stdout:
             sys.stdout.flush()
+    except _EndedError as error:  # unfinished files are removed by now
+        signal.signal(error.number, signal.SIG_DFL)
+        os.kill(os.getpid(), error.number)
     except BaseException as error:
         # typer ends with SystemExit where a reader has gone
         cause = error.__context__ if isinstance(error, SystemExit) else error
@@ -69,6 +78,20 @@ def main() -> None:
             raise
         _tell(cause, code, debug)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+class _EndedError(BaseException):
+    """A signal that ends the process."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Leave all blocks, which remove their unfinished files, before the process is ended by the signal."""
+    signal.signal(number, signal.SIG_IGN)
+    raise _EndedError(number)
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -147,6 +170,8 @@ Input = Annotated[str, typer.Option(help=_help("input"))]
 Device = Annotated[str, typer.Option(help=_help("device"))]
 Workers = Annotated[int | None, typer.Option(min=1, max=1024, help=_help("workers"))]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help=_help("seed"))]
+_TYPED_AGAIN = "Network of the run, typed again: needed if building it runs your own code or fetches weights."
+RunModel = Annotated[str, typer.Option(help=_TYPED_AGAIN, autocompletion=complete_model)]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of text.")]
@@ -256,6 +281,7 @@ def sample(
     budget: Annotated[str, typer.Option(help="Another budget than the search's, to which widths are scaled.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for the files; default: the run.")] = None,
     seed: Seed = 0,
+    model: RunModel = "",
     as_json: AsJson = False,
 ) -> None:
     """Widths of a search, inside its budget: the expected ones, or samples (each a file for dmcp train).
@@ -266,7 +292,7 @@ def sample(
       dmcp sample runs/cifar-resnet20-cifar10-search --budget 30%
       dmcp sample runs/cifar-resnet20-cifar10-search --direct 5 --seed 1 --json
     """
-    _late("show").sample(run, direct, budget, out or run, seed, as_json)
+    _late("show").sample(run, direct, budget, out or run, seed, model, as_json)
 
 
 @app.command()
@@ -277,6 +303,7 @@ def evaluate(
     device: Device = "",
     workers: Workers = None,
     corrupt: Annotated[Corrupt, typer.Option(help=_help("corrupt"))] = Corrupt.STOP,
+    model: RunModel = "",
     as_json: AsJson = False,
 ) -> None:
     """Test the network of a run on the test set.
@@ -288,7 +315,7 @@ def evaluate(
     """
     changes = {"device": device, "workers": workers, "corrupt": corrupt}
     changes |= {name: value for name, value in (("data", data), ("batch", batch)) if value}
-    _late("show").evaluate(run, changes, as_json)
+    _late("show").evaluate(run, changes, model, as_json)
 
 
 @app.command()
@@ -344,6 +371,7 @@ def export(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file; default: model.onnx in the run.")] = None,
     int8: Annotated[bool, typer.Option("--int8", help="8 bits; default: model.int8.onnx in the run.")] = False,
+    model: RunModel = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -356,7 +384,7 @@ def export(
       dmcp export runs/resnet18-photos-prune --int8
     """
     target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
-    _late("show").export(run, target, int8, quiet, as_json)
+    _late("show").export(run, target, int8, model, quiet, as_json)
 
 
 @app.command()

@@ -45,7 +45,7 @@ from dmcp.training import Runtime, Task
 from dmcp.training import train as run_training
 from dmcp.units import between, clock, spread, table
 
-COMMAND = (sys.executable, "-m", "dmcp")
+COMMAND = (sys.executable, "-P", "-m", "dmcp")  # -P: Python does not look into the current folder
 _ON_A_GPU = 8  # processes at once, unless told
 SUMMARY = "summary.json"  # of several seeds
 _SLOW = 5.0  # seconds of a step that need not be measured again

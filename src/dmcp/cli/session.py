@@ -32,7 +32,7 @@ from dmcp import __version__, models, progress
 from dmcp.batches import FewBatches, Loader, device_of, generator
 from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.checkpoint import Checkpointer, digest
-from dmcp.cli.config import GIVEN, Request, RunConfig, settle
+from dmcp.cli.config import GIVEN, Request, RunConfig, needs_typing, option_word, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
 from dmcp.data.datasets import (
@@ -187,7 +187,9 @@ def place_of(config: RunConfig) -> torch.device:
     if name == "cuda" and (world := current()).size > 1:
         name = f"cuda:{world.local}"
     try:
-        return torch.zeros(1, device=name).device
+        probe = torch.zeros(1, device=name)
+        probe.item()  # on the meta device tensors have no values
+        return probe.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): write --device cpu.") from None
@@ -377,7 +379,9 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
     if config.track:
         read_kinds(config.track)  # refuses what is not installed
     world, begun = join(config.device), False
-    again = f"dmcp {config.command} --resume {shlex.quote(str(folder))}"
+    words = ["dmcp", config.command, "--resume", str(folder)]
+    words += [word for name, value in needs_typing(config).items() for word in (option_word(name), value)]
+    again = shlex.join(words)
     try:
         with contextlib.ExitStack() as undo:
             undo.enter_context(progress.showing(False if request.quiet or request.as_json else None, lines=True))

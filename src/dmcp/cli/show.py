@@ -18,7 +18,7 @@ from torch import nn
 from dmcp import exporting, progress, sampling
 from dmcp.batches import Loader, generator
 from dmcp.cli import session
-from dmcp.cli.config import RunConfig, read_config
+from dmcp.cli.config import RunConfig, check_typed, read_config
 from dmcp.cli.session import build, log, print_json, result_facts, trace_job
 from dmcp.data.datasets import check_data, split
 from dmcp.data.datasets import load as load_data
@@ -173,9 +173,10 @@ def report(runs: Sequence[Path], out: Path) -> None:
     print(out)
 
 
-def _read_done(run: Path, name: str) -> tuple[dict[str, Any], RunConfig]:
-    """Settings of a run; FileError if it has not made this file yet, or never will."""
+def _read_done(run: Path, name: str, model: str) -> tuple[dict[str, Any], RunConfig]:
+    """Settings of a run; FileError if it has not made this file yet, or never will. model: its network as typed."""
     stored, config = read_config(run)
+    check_typed(run, config, {"model": model})
     if not (run / name).exists():
         done = Run(run).done
         way = "give a run that has one, or of several budgets the folder of one" if done else "go on with --resume"
@@ -183,9 +184,9 @@ def _read_done(run: Path, name: str) -> tuple[dict[str, Any], RunConfig]:
     return stored, config
 
 
-def _open_run(run: Path, name: str) -> tuple[RunConfig, nn.Module, ChannelGraph, tuple[int, ...]]:
+def _open_run(run: Path, name: str, model: str) -> tuple[RunConfig, nn.Module, ChannelGraph, tuple[int, ...]]:
     """Settings of a run that has this file, its unpruned network with fresh weights, its graph, a sample's shape."""
-    stored, config = _read_done(run, name)
+    stored, config = _read_done(run, name, model)
     classes, sample = stored.get("classes"), stored.get("shape")
     if type(classes) is not int or not isinstance(sample, list) or not all(type(n) is int and n > 0 for n in sample):
         raise FileError(f"{run}: its settings do not say the classes, and the shape of an image.")
@@ -193,8 +194,8 @@ def _open_run(run: Path, name: str) -> tuple[RunConfig, nn.Module, ChannelGraph,
     return config, fresh, trace_job(config, fresh, tuple(sample)), tuple(sample)
 
 
-def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: bool) -> None:
-    _, _, graph, _ = _open_run(run, SEARCH)
+def sample(run: Path, direct: int, budget: str, out: Path, seed: int, model: str, as_json: bool) -> None:
+    _, _, graph, _ = _open_run(run, SEARCH, model)
     found = load_search(run, graph)
     graph = found.graph  # with the run's table of latency, if it has one
     if budget:
@@ -213,9 +214,9 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, as_json: b
         print(f"{path}: {session.describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
 
 
-def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
+def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -> None:
     """dmcp evaluate; changes: settings that are not those of the run."""
-    _, config = _read_done(run, WIDTHS)
+    _, config = _read_done(run, WIDTHS, model)
     same_data = changes.get("data", config.data) == config.data
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
     session.check_data_is_here(run, config)
@@ -240,9 +241,9 @@ def evaluate(run: Path, changes: Mapping[str, Any], as_json: bool) -> None:
         print(f"- the run recorded {score(recorded)}")
 
 
-def export(run: Path, out: Path, int8: bool, quiet: bool, as_json: bool) -> None:
+def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: bool) -> None:
     """dmcp export; 8 bits by way of a file with 32, which is tested and timed beside it."""
-    config, fresh, graph, shape = _open_run(run, WIDTHS)
+    config, fresh, graph, shape = _open_run(run, WIDTHS, model)
     exporting.check_target(out)
     if int8 and out.suffix != exporting.ONNX:
         raise FileError(f"{out}: only {exporting.ONNX} files can have 8 bits.")

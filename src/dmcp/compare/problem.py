@@ -16,6 +16,7 @@ from dmcp.batches import Loader, device_of, on_device, size_of
 from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.modules import kept_modes, modules_of, narrow, unwrap
+from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.sampling import FILLED, TOLERANCE, Options, fit, uniform
 from dmcp.settings import Engine, TrainConfig, check
@@ -82,8 +83,10 @@ class Problem:
         return spent_shares(self.budget, self.graph, widths).amax(dim=1)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Report how the choice goes on."""
+        """Report how the choice goes on; a method calls it often, since StoppedError comes from here."""
         self.runtime.emit(CHOOSING, 0, record)
+        if self.runtime.checkpointer is not None:
+            self.runtime.checkpointer.stop_if_requested(current())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

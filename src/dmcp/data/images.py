@@ -266,11 +266,12 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
     if once or not guess or guess > most:  # once: some training images that are tested, not worth a store of them all
         return None
     part = os.path.relpath(paths[0], dataset.root).split(os.sep)[0]
-    name = hashlib.sha256(f"{os.path.abspath(dataset.root)} {part} {least}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(f"{os.path.abspath(dataset.root)} {part} {least}")).hexdigest()[:16]
     digest = hashlib.sha256()
     for path in paths:
         found = os.stat(path) if os.path.exists(path) else None
-        digest.update(f"{path[len(dataset.root) :]}\0{found and (found.st_size, found.st_mtime_ns)}\0".encode())
+        facts = f"{path[len(dataset.root) :]}\0{found and (found.st_size, found.st_mtime_ns)}\0"
+        digest.update(os.fsencode(facts))  # a name need not be UTF-8
     key = CACHE / f"{name}.images", digest.hexdigest()
     if store := _STORES.get(key) or _read(*key, paths):
         return _STORES.setdefault(key, store)

@@ -120,7 +120,8 @@ def _wandb(folder: Path, settings: Mapping[str, Any]) -> Service:
     """A run of Weights & Biases; its local files are in FOLDER/wandb."""
     project, known = os.environ.get("WANDB_PROJECT") or "dmcp", folder / WANDB_FILE
     place = {"dir": str(folder), "name": folder.name, "resume": "allow"}
-    place |= read_json(known) if known.exists() else {}
+    if known.exists():  # only the id: other settings there might send curves, and the key of the user, elsewhere
+        place["id"] = str(read_json(known)["id"])
     run = importlib.import_module("wandb").init(project=project, config=dict(settings), **place)
     Run(folder).write(known.name, {"id": str(run.id)})
     run.define_metric("*", step_metric="step")  # W&B's own step must never fall

@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import safetensors.torch
 from filelock import FileLock, Timeout
@@ -170,12 +170,21 @@ def write_files(folder: Path, files: Mapping[str, bytes | Iterable[bytes | memor
     folder.mkdir(parents=True, exist_ok=True)
     staged = {folder / staging_name(name): folder / name for name in files}
     try:
-        for path, data in zip(staged, files.values(), strict=True):
-            path.unlink(missing_ok=True)  # what a killed process left, or a link
-            with path.open("xb") as file:
+        with contextlib.ExitStack() as opened:
+            unnamed: list[tuple[Path, BinaryIO]] = []
+            for path, data in zip(staged, files.values(), strict=True):
+                path.unlink(missing_ok=True)  # what a killed process left, or a link
+                file = _open_unnamed(folder)
+                if file is None:
+                    file = path.open("xb")
+                else:
+                    unnamed.append((path, file))
+                opened.enter_context(file)
                 file.writelines([data] if isinstance(data, bytes) else data)
                 file.flush()
                 os.fsync(file.fileno())
+            for path, file in unnamed:
+                _give_name(file, path)
         for path, final in staged.items():
             path.replace(final)
     except BaseException:  # Ctrl-C, too
@@ -188,6 +197,22 @@ def write_files(folder: Path, files: Mapping[str, bytes | Iterable[bytes | memor
         with contextlib.suppress(OSError):  # some file systems cannot
             os.fsync(descriptor)
         os.close(descriptor)
+
+
+def _open_unnamed(folder: Path) -> BinaryIO | None:
+    """A new file that is gone if this process is killed before it has a name; None where the system has none."""
+    try:
+        return os.fdopen(os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o666), "wb")
+    except (AttributeError, OSError):
+        return None
+
+
+def _give_name(file: BinaryIO, path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:  # with a descriptor of the folder, os.link follows the link in /proc
+        os.link(f"/proc/self/fd/{file.fileno()}", path.name, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def staging_name(name: str) -> str:
