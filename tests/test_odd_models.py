@@ -393,7 +393,8 @@ def test_autocast_of_the_caller_changes_nothing() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_tracing_rrelu_leaves_the_random_state(training: bool) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.RReLU(), nn.Conv2d(8, 4, 3)).train(training)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.RReLU(), nn.Conv2d(8, 4, 3)
+    model = nn.Sequential(*layers).train(training)
     before = torch.get_rng_state()
     dmcp.trace(model, torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.get_rng_state(), before)
