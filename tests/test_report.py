@@ -158,3 +158,9 @@ def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
     for path, copy in zip(paths, again, strict=True):
         assert path.read_text().rstrip().endswith("</svg>") and path.read_bytes() == copy.read_bytes()
     assert dict(matplotlib.rcParams) == settings
+
+
+def test_a_matplotlibrc_does_not_run_latex() -> None:
+    with matplotlib.rc_context({"text.usetex": True}):
+        page = figures.to_svg(figures.accuracy_over_cost([("dmcp", "", 10, 0.5, 0.1)]), "salt")
+    assert ">dmcp<" in page

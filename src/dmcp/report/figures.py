@@ -42,6 +42,7 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 9,
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a name may have a $
+    "text.usetex": False,  # a matplotlibrc in the current folder could run LaTeX with its own preamble
 }
 
 
