@@ -35,15 +35,15 @@ from dmcp.cutting import padded
 from dmcp.data import images
 from dmcp.data.datasets import DataSets, load
 from dmcp.data.loaders import make_loader
-from dmcp.losses import classification_loss
 from dmcp.markov import sample_groups
 from dmcp.models import argument, build, sample_shape
 from dmcp.runtime.engine import ResolvedEngine, best_device, sgd, suits_kernels
-from dmcp.searching.config import SearchRecord
+from dmcp.searching.records import SearchRecord
 from dmcp.searching.search import LARGE, reach, uncounted
 from dmcp.searching.steps import Setup, Steps
 from dmcp.settings import Sampling
-from dmcp.training import Event, Runtime, StepRecord, make_step, parameter_groups
+from dmcp.training.loop import Event, Runtime, StepRecord, make_step, parameter_groups
+from dmcp.training.losses import classification_loss
 
 Row = dict[str, Any]
 KINDS = ("steps", "pruned", "epochs", "sampling")  # of rows, each a list in the JSON file

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import dmcp
-from dmcp.exporting import open_file, turn_times
+from dmcp.exporting.export import open_file, turn_times
 from dmcp.models import rebuild, sample_shape
 
 SEARCHED = Path(__file__).parent / "searched.json"  # widths at 50 % of the MACs: REPORT.md, judge

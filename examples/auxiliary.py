@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.budget import parse
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
-from dmcp.losses import DistillationWarning, top1
-from dmcp.sampling import expected, uniform
+from dmcp.searching.budget import parse
+from dmcp.searching.sampling import expected, uniform
 from dmcp.searching.search import search
 from dmcp.settings import SearchConfig, TrainConfig
-from dmcp.training import Task, evaluate, train
+from dmcp.training.loop import Task, evaluate, train
+from dmcp.training.losses import DistillationWarning, top1
 
 Batch = tuple[Tensor, Tensor]
 Scores = Tensor | tuple[Tensor, Tensor]  # of the main head; in train mode also of the auxiliary one

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.budget import parse
-from dmcp.calibration import recalibrate
-from dmcp.losses import DistillationWarning
-from dmcp.sampling import expected, uniform
+from dmcp.searching.budget import parse
+from dmcp.searching.sampling import expected, uniform
 from dmcp.searching.search import search
 from dmcp.settings import SearchConfig, TrainConfig
-from dmcp.training import Task, evaluate, train
+from dmcp.training.calibration import recalibrate
+from dmcp.training.loop import Task, evaluate, train
+from dmcp.training.losses import DistillationWarning
 
 Batch = tuple[Tensor, Tensor]
 PIXELS = 16

@@ -31,14 +31,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dmcp
 from dmcp import models
-from dmcp.budget import parse
 from dmcp.compare.problem import Problem as PeerProblem
 from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
-from dmcp.losses import classification_loss
 from dmcp.pruning import for_budget
 from dmcp.searching import steps as search_steps
+from dmcp.searching.budget import parse
 from dmcp.searching.subnets import chains as chains_of
+from dmcp.training.losses import classification_loss
 
 BATCHES = 10  # of held-out images, by which networks are judged
 

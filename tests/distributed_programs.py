@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import dmcp
-from dmcp.batches import share_of
 from dmcp.cli import main
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
 from dmcp.runtime import distributed as ranks
+from dmcp.runtime.batches import share_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current
 
 STEPS = 5  # in an epoch

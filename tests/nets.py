@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
-from dmcp.modules import call_model, rebatch, tensors_in
+from dmcp.tracing.modules import call_model, rebatch, tensors_in
 
 Kept = Sequence[int]  # indices of the channels that stay
 

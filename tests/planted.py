@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.budget import parse
 from dmcp.compare.problem import Problem
+from dmcp.searching.budget import parse
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import TrainConfig
-from dmcp.supernet import Supernet
 
 SIGNS = 8
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dmcp.batches import FewBatches, batches_from, check_parts, input_of
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
+from dmcp.runtime.batches import FewBatches, batches_from, check_parts, input_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 

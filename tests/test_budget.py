@@ -10,9 +10,9 @@ import torch
 from nets import Residual, SharedWeight, randomise, sample
 
 import dmcp
-from dmcp.budget import Limit, budget_loss, check_reachable, costs, parse, ratios, spent_shares
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
+from dmcp.searching.budget import Limit, budget_loss, check_reachable, costs, parse, ratios, spent_shares
 
 GAMMA = 0.95
 both = pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])

@@ -10,8 +10,8 @@ from nets import Toy
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.calibration import recalibrate
 from dmcp.models import build
+from dmcp.training.calibration import recalibrate
 
 
 def norms() -> Toy:

@@ -19,22 +19,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from dmcp import checkpoint
-from dmcp.checkpoint import Checkpoint, Checkpointer, ResumableIterator, State, load_checkpoint, save_checkpoint
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
 from dmcp.pruning import Loaders, prune
+from dmcp.runtime import checkpoint
+from dmcp.runtime.checkpoint import Checkpoint, Checkpointer, ResumableIterator, State, load_checkpoint, save_checkpoint
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 from dmcp.searching.search import search
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import Engine, SearchConfig, TrainConfig
-from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
-from dmcp.training import Runtime, Task, train
+from dmcp.training.loop import Runtime, Task, train
 
 CPU = torch.device("cpu")
 RESOLVED = Engine().resolve(CPU)
 
-pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")  # losses here only count and break
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::dmcp.training.losses.DistillationWarning"
+)  # losses here only count and break
 
 
 # files

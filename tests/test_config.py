@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from dmcp.budget import check_reachable, parse
 from dmcp.cli.config import RECIPES, Request, RunConfig, find_recipe, make_config, settle
 from dmcp.cli.session import build, trace_job
 from dmcp.errors import DmcpError, TrainingError
-from dmcp.runs import SETTINGS, Run
-from dmcp.searching.config import extremes
+from dmcp.runs.folder import SETTINGS, Run
+from dmcp.searching.budget import check_reachable, parse
+from dmcp.searching.records import extremes
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig, defaults, paper
-from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import learning_rate
+from dmcp.training.loop import learning_rate
 
 # table 6 of the paper, its DMCP rows in order: network, MACs, and * for slimmable training
 TABLE_6 = """

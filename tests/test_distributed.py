@@ -23,9 +23,9 @@ from distributed_programs import STEPS
 from torch import Tensor
 
 import dmcp
-from dmcp.checkpoint import load_checkpoint
 from dmcp.errors import RankError
 from dmcp.models import build
+from dmcp.runtime.checkpoint import load_checkpoint
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, join
 from dmcp.runtime.io import LOCK
 

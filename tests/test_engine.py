@@ -22,7 +22,7 @@ from dmcp.runtime import engine
 from dmcp.runtime.engine import ResolvedEngine, best_device, set_lr, sgd, suits_kernels
 from dmcp.searching.search import search
 from dmcp.settings import Engine, Precision, SearchConfig, TrainConfig
-from dmcp.training import train
+from dmcp.training.loop import train
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LONG = 10**6

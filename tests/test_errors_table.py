@@ -15,11 +15,11 @@ from test_datasets import write_photos
 from torch import nn
 from typed import command
 
-from dmcp import runs
 from dmcp.cli import main
 from dmcp.models import build
+from dmcp.runs import folder as runs
 from dmcp.tracing.trace import trace
-from dmcp.training import Event
+from dmcp.training.loop import Event
 
 DIGITS, FILES = "--model digits:resnet --data digits", "--batch 2 --input 3x32x32"
 PRUNE = f"prune {DIGITS} --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet"

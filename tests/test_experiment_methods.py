@@ -42,7 +42,7 @@ def test_planted_truth_is_found(name: str) -> None:
     if name == AMC:  # the reward is the metric of the cut network with the statistics of the batch
         assert choice.model is not None
         small = dmcp.cut(choice.model, problem.graph, choice.kept).train()
-        right = sum(dmcp.losses.top1(small(x), (x, labels))[0].item() for x, labels in problem.held_out)
+        right = sum(dmcp.training.losses.top1(small(x), (x, labels))[0].item() for x, labels in problem.held_out)
         assert best[-1] == pytest.approx(right / sum(labels.numel() for _, labels in problem.held_out), abs=2e-3)
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from typed import command
 
 import dmcp
-from dmcp import exporting
 from dmcp.data.datasets import load, preprocessing
 from dmcp.data.loaders import make_loader
+from dmcp.exporting import export as exporting
 from dmcp.models import build
-from dmcp.runs import read_run
+from dmcp.runs.folder import read_run
 
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet --out"
 HOW = {"mean": [0.5], "std": [2.0], "classes": ["cat", "Käse"]}

@@ -27,18 +27,18 @@ import torch
 from torch import nn
 
 import dmcp
-from dmcp import budget
-from dmcp.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.cli.config import RunConfig, read_config
 from dmcp.cli.session import load_weights
 from dmcp.data import datasets
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
-from dmcp.runs import Run, list_runs, load_search, read_json, read_run, save_search
-from dmcp.searching.config import SearchRecord, SearchResult
+from dmcp.runs.folder import Run, list_runs, load_search, read_json, read_run, save_search
+from dmcp.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from dmcp.searching import budget
+from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.settings import SearchConfig, TrainConfig
-from dmcp.training import Event, StepRecord
-from dmcp.widths import Widths
+from dmcp.tracing.widths import Widths
+from dmcp.training.loop import Event, StepRecord
 
 SECONDS = 20  # that one case may take on a busy machine
 

@@ -20,12 +20,12 @@ from test_search import EAGER, losses, searched
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
-from dmcp.batches import batches_from
 from dmcp.cutting import padded
 from dmcp.data.datasets import load
 from dmcp.data.images import scale
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
+from dmcp.runtime.batches import batches_from
 from dmcp.runtime.cuda_graphs import Repeated
 
 resnet20 = functools.partial(build, "cifar:resnet20", num_classes=10)

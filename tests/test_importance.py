@@ -10,9 +10,9 @@ from nets import Chain, Concat, Depthwise, Grouped, Residual, SharedWeight, Sque
 from torch import nn
 
 import dmcp
-from dmcp.importance import Place, magnitude, placed, scaled, strongest, written
+from dmcp.searching.importance import Place, magnitude, placed, scaled, strongest, written
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.widths import ChannelSpace
+from dmcp.tracing.widths import ChannelSpace
 
 
 class Transposed(nn.Sequential):

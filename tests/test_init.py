@@ -16,10 +16,10 @@ import dmcp
 assert "torch" not in sys.modules
 dmcp.SearchConfig, dmcp.BudgetError, dmcp.settings
 assert "torch" not in sys.modules
-import dmcp.searching.search, dmcp.tracing.trace, dmcp.training
+import dmcp.searching.search, dmcp.tracing.trace, dmcp.training.loop
 from dmcp import *
 assert all(callable(it) for it in (search, trace, train, dmcp.search, dmcp.trace, dmcp.train))
-assert dmcp.losses.top1 and not hasattr(dmcp, "nonsense")
+assert dmcp.training.losses.top1 and not hasattr(dmcp, "nonsense")
 """
 
 

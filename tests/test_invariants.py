@@ -21,8 +21,8 @@ from nets import NETS, counted_macs, distance, keep, randomise, sample
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.modules import tensors_in
-from dmcp.supernet import Narrow
+from dmcp.searching.supernet import Narrow
+from dmcp.tracing.modules import tensors_in
 
 TOYS = {net.__name__: net for net in NETS}
 ZOO = ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5")

@@ -21,18 +21,18 @@ from test_pruning import SEARCH, TRAIN, Noise
 from torch import Tensor, nn
 
 import dmcp
-from dmcp import latency as timing
 from dmcp import pruning
-from dmcp.budget import check_reachable, costs, parse
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.latency import Latency
+from dmcp.exporting import latency as timing
+from dmcp.exporting.latency import Latency
 from dmcp.markov import CHAIN
 from dmcp.models import build
 from dmcp.report.html import make_page
-from dmcp.runs import read_run
+from dmcp.runs.folder import read_run
 from dmcp.runtime.io import record_hash
-from dmcp.sampling import expected
-from dmcp.searching.config import SearchResult
+from dmcp.searching.budget import check_reachable, costs, parse
+from dmcp.searching.records import SearchResult
+from dmcp.searching.sampling import expected
 from dmcp.settings import LatencyConfig, RuntimeKind
 from dmcp.tracing.graph import ChannelGraph
 

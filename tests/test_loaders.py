@@ -18,12 +18,12 @@ from PIL import Image
 from test_datasets import write_photos
 from torch import Tensor
 
-from dmcp.batches import batches_from, generator
 from dmcp.data import images
 from dmcp.data.datasets import ArraySet, Augmentation, FolderSet, load
 from dmcp.data.images import Store
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
+from dmcp.runtime.batches import batches_from, generator
 from dmcp.runtime.distributed import World
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import check_metric, classification_loss, distillation_loss, score_by, scores_of, top1
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
+from dmcp.training.losses import check_metric, classification_loss, distillation_loss, score_by, scores_of, top1
 
 # losses
 

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torchvision.models import densenet121, mobilenet_v2, resnet18
 
 import dmcp
-from dmcp.budget import parse
 from dmcp.compare.methods import METHODS, AutoSlimConfig, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
-from dmcp.searching.config import SearchRecord
+from dmcp.searching.budget import parse
+from dmcp.searching.records import SearchRecord
 
 QUICK: dict[str, dict[str, Any]] = {"slimming": {"sparsity": 0.01}, "dmcp": {"epochs": 6}}  # a second or two
 TINY: dict[str, dict[str, Any]] = {  # in which they only run

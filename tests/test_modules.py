@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import TraceError
-from dmcp.modules import narrow, skeleton, tensors_in, unwrap
+from dmcp.tracing.modules import narrow, skeleton, tensors_in, unwrap
 
 
 class Net(nn.Module):

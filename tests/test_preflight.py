@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
-from dmcp.preflight import check_classifier, check_forward
 from dmcp.settings import SearchConfig
+from dmcp.training.preflight import check_classifier, check_forward
 
-pytestmark = pytest.mark.filterwarnings("ignore::dmcp.losses.DistillationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.training.losses.DistillationWarning")
 
 
 def changed(x: Any = lambda x: x, y: Any = lambda y: y) -> Noise:

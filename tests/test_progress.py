@@ -13,8 +13,8 @@ import pytest
 from test_pruning import SEARCH, TRAIN, Noise, traced
 
 import dmcp
-from dmcp import progress
-from dmcp.progress import Progress, Row
+from dmcp.runtime import progress
+from dmcp.runtime.progress import Progress, Row
 from dmcp.units import clock
 
 

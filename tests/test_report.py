@@ -19,8 +19,8 @@ from dmcp.cli.main import app
 from dmcp.markov import INDEPENDENT
 from dmcp.report import figures
 from dmcp.report.html import make_page
-from dmcp.runs import Run, read_run
-from dmcp.sampling import expected
+from dmcp.runs.folder import Run, read_run
+from dmcp.searching.sampling import expected
 
 EVIL = "<img src=x onerror=alert(1)>\"'&$\\x\x1b[31m"
 

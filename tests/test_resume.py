@@ -29,7 +29,7 @@ from typed import command
 import dmcp
 from dmcp.cli.session import _start
 from dmcp.models import rebuild
-from dmcp.runs import Run, read_run
+from dmcp.runs.folder import Run, read_run
 from dmcp.runtime.io import LOCK, Lock
 
 NET = """
@@ -48,12 +48,12 @@ KEPT = ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "
 
 Moment = tuple[str, str, int]  # before the n-th call of this function, of those that have this text in what they get
 REPLACE, OPEN, STEP = "pathlib:Path.replace", "pathlib:Path.open", "torch.optim:SGD.step"
-WRITE, LOSS = "dmcp.checkpoint:write_files", "torch.nn.functional:cross_entropy"
+WRITE, LOSS = "dmcp.runtime.checkpoint:write_files", "torch.nn.functional:cross_entropy"
 
 
 def step_of(stage: str, step: int) -> Moment:
     """After so many steps of a stage, not its last one."""
-    return "dmcp.checkpoint:Checkpointer.due", f"checkpoints/{stage}'", step
+    return "dmcp.runtime.checkpoint:Checkpointer.due", f"checkpoints/{stage}'", step
 
 
 class Killed(BaseException):

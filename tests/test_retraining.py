@@ -14,8 +14,6 @@ from test_pruning import SEARCH, TRAIN, Noise, Residual, prune, traced
 from torch import nn
 
 import dmcp
-from dmcp.batches import generator
-from dmcp.losses import classification_loss
 from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED
 from dmcp.retraining import (
     DivergenceWarning,
@@ -26,10 +24,12 @@ from dmcp.retraining import (
     is_trained,
     train_all,
 )
+from dmcp.runtime.batches import generator
 from dmcp.searching.steps import Setup, weight_step
 from dmcp.searching.subnets import chains
 from dmcp.settings import Retrain, TrainConfig
-from dmcp.training import evaluate
+from dmcp.training.loop import evaluate
+from dmcp.training.losses import classification_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.retraining.TeacherWarning")  # most of them know nothing here
 

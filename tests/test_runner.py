@@ -23,10 +23,10 @@ from dmcp.compare.runner import Comparison, OneRun, PlannedRun, Protocol, begin,
 from dmcp.compare.table import write_table
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
-from dmcp.runs import Run
+from dmcp.runs.folder import Run
 from dmcp.runtime.io import Lock
 from dmcp.settings import TrainConfig
-from dmcp.training import Runtime
+from dmcp.training.loop import Runtime
 
 
 def tiny(num_classes: int) -> nn.Module:

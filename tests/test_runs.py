@@ -23,10 +23,10 @@ from dmcp.cli.config import RunConfig
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
-from dmcp.runs import Run, free_folder, list_runs, read_run, read_runs, save_search
+from dmcp.runs.folder import Run, free_folder, list_runs, read_run, read_runs, save_search
 from dmcp.runtime.io import Lock
 from dmcp.settings import SearchConfig
-from dmcp.training import Event
+from dmcp.training.loop import Event
 
 FILES = {"log.jsonl", "search.json", "search.safetensors", "widths.json", "model.safetensors", "report.md"}
 SETTINGS: dict[str, Any] = {

@@ -13,14 +13,14 @@ from nets import NETS, Depthwise, SqueezeExcite, counted_macs, holds, randomise,
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.batches import generator
-from dmcp.budget import parse, spent_shares
 from dmcp.errors import BudgetError, DmcpError
 from dmcp.markov import CHAIN, Process, bounded, sample_groups
 from dmcp.models import build, sample_shape
-from dmcp.sampling import FILLED, Options, direct, expected, expected_widths, fit, random_widths, uniform
-from dmcp.searching.config import SearchResult
-from dmcp.widths import ChannelSpace
+from dmcp.runtime.batches import generator
+from dmcp.searching.budget import parse, spent_shares
+from dmcp.searching.records import SearchResult
+from dmcp.searching.sampling import FILLED, Options, direct, expected, expected_widths, fit, random_widths, uniform
+from dmcp.tracing.widths import ChannelSpace
 
 GAMMA = 0.95
 

@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dmcp
 import dmcp.searching.steps
 from dmcp import models
-from dmcp.budget import front_alphas, parse, ratios
-from dmcp.checkpoint import Checkpointer
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN
-from dmcp.searching.config import SearchRecord, SearchResult, expected_shares
+from dmcp.runtime.checkpoint import Checkpointer
+from dmcp.searching.budget import front_alphas, parse, ratios
+from dmcp.searching.records import SearchRecord, SearchResult, expected_shares
 from dmcp.searching.search import SearchWarning
 from dmcp.settings import SearchConfig
-from dmcp.training import Log
+from dmcp.training.loop import Log
 
 
 class Dropping(Residual):

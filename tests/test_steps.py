@@ -14,7 +14,7 @@ from test_supernet import made as supernet
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmcp.budget import parse
+from dmcp.searching.budget import parse
 from dmcp.searching.steps import Setup, arch_step, weight_step
 from dmcp.searching.subnets import chains
 from dmcp.settings import Sampling, SearchConfig

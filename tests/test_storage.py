@@ -22,7 +22,7 @@ from torch import nn
 
 import dmcp
 from dmcp import models
-from dmcp.widths import fingerprint
+from dmcp.tracing.widths import fingerprint
 
 Case = tuple[nn.Module, Any, Any, Any]
 

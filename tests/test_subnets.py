@@ -19,15 +19,15 @@ from torch.nn import functional as F
 
 import dmcp
 import dmcp.searching.steps
-from dmcp.budget import parse
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.searching.config import bounds
+from dmcp.searching.budget import parse
+from dmcp.searching.records import bounds
 from dmcp.searching.search import search
 from dmcp.searching.steps import Setup, weight_step
 from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sort_channels
+from dmcp.searching.supernet import Narrow
 from dmcp.settings import Sampling, SearchConfig
-from dmcp.supernet import Narrow
 
 MANY = 4000
 SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dmcp
 from dmcp.errors import WidthsError
-from dmcp.supernet import Narrow
+from dmcp.searching.supernet import Narrow
 
 X = sample(Chain.SHAPE)
 

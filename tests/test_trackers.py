@@ -17,8 +17,8 @@ from dmcp.errors import DmcpError
 from dmcp.report import trackers
 from dmcp.report.trackers import Tracker, scalars
 from dmcp.results import Row
-from dmcp.searching.config import SearchRecord
-from dmcp.training import Event, StepRecord
+from dmcp.searching.records import SearchRecord
+from dmcp.training.loop import Event, StepRecord
 
 SETTINGS = {"job": {"model": "resnet18", "ignore": ["fc"]}, "search": {"lr": 0.2}, "train": None}
 

@@ -14,14 +14,14 @@ from nets import same, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp import training
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, TrainingError
-from dmcp.losses import classification_loss, distillation_loss
 from dmcp.models import build
 from dmcp.settings import Engine, SearchConfig, TrainConfig
-from dmcp.training import Runtime, Task, cosine, evaluate, learning_rate, parameter_groups, train
+from dmcp.training import loop as training
+from dmcp.training.loop import Runtime, Task, cosine, evaluate, learning_rate, parameter_groups, train
+from dmcp.training.losses import classification_loss, distillation_loss
 
 SHORT = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
 

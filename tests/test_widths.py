@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmcp.widths import Widths, fingerprint
+from dmcp.tracing.widths import Widths, fingerprint
 
 
 def widths(**changes: Any) -> Widths:

@@ -78,8 +78,13 @@ PLACES = {  # module:name of what `import dmcp` does not give
     "amc": ("experiments.methods.amc:amc",),
     "metapruning": ("experiments.methods.metapruning:metapruning",),
     "DdpgConfig": ("experiments.methods.amc:DdpgConfig", "dmcp.compare.amc:DdpgConfig", "dmcp.methods.ddpg:DdpgConfig"),
-    "Task": ("dmcp.training:Task", "dmcp.preflight:Task"),
-    "Runtime": ("dmcp.runtime.engine:Runtime", "dmcp.runtime:Runtime", "dmcp.training:Runtime"),
+    "Task": ("dmcp.training.loop:Task", "dmcp.training:Task", "dmcp.preflight:Task"),
+    "Runtime": (
+        "dmcp.runtime.engine:Runtime",
+        "dmcp.runtime:Runtime",
+        "dmcp.training.loop:Runtime",
+        "dmcp.training:Runtime",
+    ),
 }
 BUNDLES = {  # a parameter that may have moved into an object: (parameter, what makes the object)
     "engine": ("runtime", "Runtime"),

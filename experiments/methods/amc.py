@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp.batches import generator, input_of, size_of, widest
-from dmcp.budget import check_reachable
 from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
 from dmcp.errors import TrainingError
-from dmcp.importance import magnitude
-from dmcp.losses import LowerIsBetter, measure, sum_and_count, top1, whole_of
-from dmcp.modules import narrow
+from dmcp.runtime.batches import generator, input_of, size_of, widest
 from dmcp.runtime.distributed import current, sum_values
-from dmcp.sampling import FILLED, fit
+from dmcp.searching.budget import check_reachable
+from dmcp.searching.importance import magnitude
+from dmcp.searching.sampling import FILLED, fit
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import setting
-from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import train
+from dmcp.tracing.modules import narrow
+from dmcp.training.loop import train
+from dmcp.training.losses import LowerIsBetter, measure, sum_and_count, top1, whole_of
 
 _SMALL = 3e-3  # weights of the last layers at the start: first actions are near the middle, first values near zero
 

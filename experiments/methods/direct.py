@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dmcp import sampling
-from dmcp.batches import generator
 from dmcp.compare.methods import DmcpConfig, Method, find_dmcp
 from dmcp.compare.problem import Choice, Problem
-from dmcp.sampling import FILLED
-from dmcp.searching.config import SearchResult
+from dmcp.runtime.batches import generator
+from dmcp.searching import sampling
+from dmcp.searching.records import SearchResult
+from dmcp.searching.sampling import FILLED
 
 _DIRECT = 11  # what random numbers are for
 

@@ -20,18 +20,18 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from dmcp.batches import Loader, batches_from, device_of, generator, input_of, labels_of, start_epoch
 from dmcp.compare.methods import Method
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, samples_of
 from dmcp.errors import TrainingError
-from dmcp.losses import MetricWarning
-from dmcp.modules import unwrap
+from dmcp.runtime.batches import Loader, batches_from, device_of, generator, input_of, labels_of, start_epoch
 from dmcp.runtime.distributed import current
-from dmcp.sampling import TOLERANCE, fit
+from dmcp.searching.sampling import TOLERANCE, fit
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import setting
-from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import train
+from dmcp.tracing.modules import unwrap
+from dmcp.training.loop import train
+from dmcp.training.losses import MetricWarning
 from experiments.methods.amc import judging
 
 _INIT, _WIDTHS, _EVOLUTION = 1, 2, 3  # what random numbers are for

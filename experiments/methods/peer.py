@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmcp.batches import input_of, on_device, size_of
 from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import Choice, Problem, Settings, loaded
 from dmcp.errors import TrainingError
-from dmcp.exporting import blaming
-from dmcp.importance import magnitude, written
+from dmcp.exporting.export import blaming
+from dmcp.runtime.batches import input_of, on_device, size_of
+from dmcp.searching.importance import magnitude, written
 from dmcp.settings import setting
 from dmcp.tracing.graph import ChannelGraph
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dmcp.batches import size_of
-from dmcp.calibration import recalibrate
 from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import CHOOSING, Choice, Problem, Settings, loaded, samples_of
-from dmcp.importance import Place, magnitude, placed, scaled, strongest, vectors, written
+from dmcp.runtime.batches import size_of
+from dmcp.searching.importance import Place, magnitude, placed, scaled, strongest, vectors, written
 from dmcp.settings import setting
-from dmcp.training import train
+from dmcp.training.calibration import recalibrate
+from dmcp.training.loop import train
 
 
 @dataclass(frozen=True, kw_only=True)

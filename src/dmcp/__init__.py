@@ -25,10 +25,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dmcp.budget import Budget
-    from dmcp.budget import parse as parse_budget
-    from dmcp.calibration import recalibrate
-    from dmcp.checkpoint import Checkpointer
     from dmcp.cutting import cut, reinitialize
     from dmcp.errors import (
         ArgumentError,
@@ -42,23 +38,27 @@ if TYPE_CHECKING:
         TrainingError,
         WidthsError,
     )
-    from dmcp.exporting import export, quantize
-    from dmcp.latency import Latency, measure_latency
-    from dmcp.losses import LowerIsBetter
+    from dmcp.exporting.export import export, quantize
+    from dmcp.exporting.latency import Latency, measure_latency
     from dmcp.pruning import Loaders, PruneResult, prune
-    from dmcp.runs import load_search
-    from dmcp.sampling import direct, expected, random_widths, uniform
-    from dmcp.searching.config import SearchResult
+    from dmcp.runs.folder import load_search
+    from dmcp.runs.storage import load, save
+    from dmcp.runtime.checkpoint import Checkpointer
+    from dmcp.searching.budget import Budget
+    from dmcp.searching.budget import parse as parse_budget
+    from dmcp.searching.records import SearchResult
+    from dmcp.searching.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.search import Searcher, search
+    from dmcp.searching.supernet import Supernet
     from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, paper
-    from dmcp.storage import load, save
-    from dmcp.supernet import Supernet
     from dmcp.tracing.graph import ChannelGraph
     from dmcp.tracing.rules import RULES
     from dmcp.tracing.trace import trace
     from dmcp.tracing.verification import verify
-    from dmcp.training import Event, Runtime, Task, evaluate, train
-    from dmcp.widths import ChannelSpace, Widths
+    from dmcp.tracing.widths import ChannelSpace, Widths
+    from dmcp.training.calibration import recalibrate
+    from dmcp.training.loop import Event, Runtime, Task, evaluate, train
+    from dmcp.training.losses import LowerIsBetter
 
 __version__ = "0.2.0"
 
@@ -72,21 +72,33 @@ __all__ = [
     "random_widths", "recalibrate", "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
 ]
 _NAMES = {  # module -> what it gives
-    "budget": "Budget", "calibration": "recalibrate", "checkpoint": "Checkpointer",
     "cutting": "cut reinitialize",
     "errors": "ArgumentError BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError "
     "WidthsError",
-    "exporting": "export quantize", "latency": "Latency measure_latency",
-    "losses": "LowerIsBetter", "pruning": "Loaders PruneResult prune", "runs": "load_search",
-    "sampling": "direct expected random_widths uniform", "searching.config": "SearchResult",
-    "searching.search": "Searcher search", "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",
-    "storage": "load save", "supernet": "Supernet", "tracing.graph": "ChannelGraph", "tracing.rules": "RULES",
-    "tracing.trace": "trace", "tracing.verification": "verify",
-    "training": "Event Runtime Task evaluate train", "widths": "ChannelSpace Widths",
+    "exporting.export": "export quantize",
+    "exporting.latency": "Latency measure_latency",
+    "pruning": "Loaders PruneResult prune",
+    "runs.folder": "load_search",
+    "runs.storage": "load save",
+    "runtime.checkpoint": "Checkpointer",
+    "searching.budget": "Budget",
+    "searching.records": "SearchResult",
+    "searching.sampling": "direct expected random_widths uniform",
+    "searching.search": "Searcher search",
+    "searching.supernet": "Supernet",
+    "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",
+    "tracing.graph": "ChannelGraph",
+    "tracing.rules": "RULES",
+    "tracing.trace": "trace",
+    "tracing.verification": "verify",
+    "tracing.widths": "ChannelSpace Widths",
+    "training.calibration": "recalibrate",
+    "training.loop": "Event Runtime Task evaluate train",
+    "training.losses": "LowerIsBetter",
 }
 # fmt: on
 _PLACES = {name: (module, name) for module, names in _NAMES.items() for name in names.split()}
-_PLACES["parse_budget"] = ("budget", "parse")
+_PLACES["parse_budget"] = ("searching.budget", "parse")
 
 
 def __getattr__(name: str) -> Any:

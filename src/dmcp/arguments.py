@@ -21,8 +21,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dmcp.batches import Loader
 from dmcp.errors import ArgumentError
+from dmcp.runtime.batches import Loader
 from dmcp.settings import MAX_SEED
 
 Public = TypeVar("Public", bound=Callable[..., Any])

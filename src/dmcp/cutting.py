@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.arguments import Seed, checked
-from dmcp.batches import as_generator
 from dmcp.errors import WidthsError
-from dmcp.importance import magnitude, strongest
-from dmcp.modules import Cut, modules_of, narrow, unwrap, without_autocast
+from dmcp.runtime.batches import as_generator
+from dmcp.searching.importance import magnitude, strongest
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.layout import atoms_of
-from dmcp.widths import Widths, fingerprint
+from dmcp.tracing.modules import Cut, modules_of, narrow, unwrap, without_autocast
+from dmcp.tracing.widths import Widths, fingerprint
 
 Convs = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 RunningNorms = nn.modules.batchnorm._NormBase  # batch and instance norms, the ones with running statistics

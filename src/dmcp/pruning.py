@@ -11,36 +11,37 @@ from typing import Any
 
 from torch import nn
 
-from dmcp import progress, retraining
+from dmcp import retraining
 from dmcp.arguments import checked
-from dmcp.batches import FewBatches, Loader, device_of, length_of, size_of
-from dmcp.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, show_cost
-from dmcp.checkpoint import digest_of_loader, plain_settings
 from dmcp.compare.methods import Own, chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
 from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
-from dmcp.latency import Clock, Latency, Measure, Outcome, attach_latency, choose, clock_of, measure_latency
-from dmcp.losses import MetricWarning, warn, warn_of_distillation
+from dmcp.exporting.latency import Clock, Latency, Measure, Outcome, attach_latency, choose, clock_of, measure_latency
 from dmcp.markov import group_sizes
-from dmcp.modules import unwrap, without_autocast
-from dmcp.preflight import can_teach, classes_of, first_two, preflight
-from dmcp.progress import phase, plan, shown
 from dmcp.results import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
 from dmcp.retraining import Retraining, calibrated, copied, is_model, is_trained, train_all, trained_before
+from dmcp.runtime import progress
+from dmcp.runtime.batches import FewBatches, Loader, device_of, length_of, size_of
+from dmcp.runtime.checkpoint import digest_of_loader, plain_settings
 from dmcp.runtime.distributed import current
-from dmcp.sampling import expected, filled, uniform
+from dmcp.runtime.progress import phase, plan, shown
 from dmcp.searching import search as searching
-from dmcp.searching.config import SearchResult, bounds
+from dmcp.searching.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, show_cost
+from dmcp.searching.records import SearchResult, bounds
+from dmcp.searching.sampling import expected, filled, uniform
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import sort_channels
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import AUTO, Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, defaults, middle
-from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.modules import unwrap, without_autocast
 from dmcp.tracing.trace import trace
 from dmcp.tracing.verification import verify
-from dmcp.training import Runtime, Task
-from dmcp.widths import Widths, fingerprint
+from dmcp.tracing.widths import Widths, fingerprint
+from dmcp.training.loop import Runtime, Task
+from dmcp.training.losses import MetricWarning, warn, warn_of_distillation
+from dmcp.training.preflight import can_teach, classes_of, first_two, preflight
 
 Spec = int | float | str | Budget  # a budget as it is written
 _COMMON = (ORIGINAL, TEACHER, UNPRUNED)  # rows that all budgets share

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmcp.batches import Loader, device_of, size_of
-from dmcp.exporting import turn_times
-from dmcp.losses import LowerIsBetter
-from dmcp.modules import call_model, kept_modes
+from dmcp.exporting.export import turn_times
+from dmcp.runtime.batches import Loader, device_of, size_of
 from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Runtime, Task, evaluate_counted
+from dmcp.tracing.modules import call_model, kept_modes
+from dmcp.tracing.widths import Widths
+from dmcp.training.loop import Runtime, Task, evaluate_counted
+from dmcp.training.losses import LowerIsBetter
 from dmcp.units import table
-from dmcp.widths import Widths
 
 DMCP, UNIFORM = "dmcp", "uniform"  # networks of the final table
 ORIGINAL = "original"  # the model before anything was done to it

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.batches import Loader, device_of, generator, length_of, size_of
-from dmcp.calibration import recalibrate
-from dmcp.checkpoint import seeded, untouched
 from dmcp.cutting import cut, padded, reinitialize
 from dmcp.errors import TrainingError
-from dmcp.losses import LowerIsBetter, Metric, classification_loss, distillation_loss, warn
-from dmcp.modules import kept_modes, modules_of, narrow, tensors_in, unwrap
-from dmcp.progress import phase
 from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence
+from dmcp.runtime.batches import Loader, device_of, generator, length_of, size_of
+from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current, gather, share_tensors
 from dmcp.runtime.engine import pads
+from dmcp.runtime.progress import phase
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import Engine, Retrain, TrainConfig
-from dmcp.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Runtime, StepRecord, Task, evaluate, train
-from dmcp.widths import Widths, fingerprint
+from dmcp.tracing.modules import kept_modes, modules_of, narrow, tensors_in, unwrap
+from dmcp.tracing.widths import Widths, fingerprint
+from dmcp.training.calibration import recalibrate
+from dmcp.training.loop import Runtime, StepRecord, Task, evaluate, train
+from dmcp.training.losses import LowerIsBetter, Metric, classification_loss, distillation_loss, warn
 
 AS_IT_WAS, TRAINED_FIRST = "the network as given", "the unpruned network, which was trained first"  # who teach
 _FEW_STEPS = 100  # below which the running statistics of BatchNorms lag behind the weights: REPORT.md, "short"

@@ -14,8 +14,8 @@ from dmcp.errors import BudgetError, DmcpError, TrainingError
 if TYPE_CHECKING:
     import torch
 
-    from dmcp.budget import Budget
     from dmcp.runtime.engine import ResolvedEngine
+    from dmcp.searching.budget import Budget
 
 UNPRUNED = "unpruned"  # a row of the table, and the teacher that is trained first
 AUTO = "auto"  # the teacher that suits: the model itself if it is trained, else the unpruned network

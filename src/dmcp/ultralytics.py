@@ -14,17 +14,17 @@ from ultralytics.nn.modules import C2f
 from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import unset_deterministic
 
-from dmcp.calibration import recalibrate
 from dmcp.errors import BudgetError, DataError, TrainingError
-from dmcp.latency import Latency, Measure
-from dmcp.modules import modules_of
-from dmcp.progress import showing
+from dmcp.exporting.latency import Latency, Measure
 from dmcp.pruning import Loaders, Spec, Work, check_budget, reachable, read_budgets, read_specs, with_latency
 from dmcp.results import DMCP
 from dmcp.retraining import Retraining
+from dmcp.runtime.progress import showing
 from dmcp.settings import Retrain, SearchConfig, TrainConfig, defaults
+from dmcp.tracing.modules import modules_of
 from dmcp.tracing.trace import trace
-from dmcp.training import Runtime, Task
+from dmcp.training.calibration import recalibrate
+from dmcp.training.loop import Runtime, Task
 
 _PRUNED = "This YOLO is pruned: dmcp.ultralytics.train(yolo, ...) trains it, yolo.train(...) would build the full one."
 

@@ -18,9 +18,9 @@ from dmcp.compare import runner
 from dmcp.compare.methods import METHODS, title
 from dmcp.compare.table import COMMANDS, PAGE, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
-from dmcp.exporting import blaming
+from dmcp.exporting.export import blaming
 from dmcp.models import argument
-from dmcp.runs import Run, slug
+from dmcp.runs.folder import Run, slug
 from dmcp.runtime.io import Lock, is_locked
 from dmcp.settings import Retrain
 from dmcp.units import table

@@ -20,29 +20,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dmcp import progress, pruning
-from dmcp.batches import core_count, device_of, generator
-from dmcp.budget import Budget, costs, limits_latency, show_cost
+from dmcp import pruning
 from dmcp.cli import session
 from dmcp.cli.config import Request, RunConfig, make_config
 from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, log, print_json, result_facts
 from dmcp.cutting import cut
 from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.errors import DmcpError
-from dmcp.exporting import wait
-from dmcp.latency import LATENCY_FILE, Latency, attach_latency
+from dmcp.exporting.export import wait
+from dmcp.exporting.latency import LATENCY_FILE, Latency, attach_latency
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
-from dmcp.runs import REPORT, Run, is_run, read_run, read_widths
+from dmcp.runs.folder import REPORT, Run, is_run, read_run, read_widths
+from dmcp.runs.storage import save
+from dmcp.runtime import progress
+from dmcp.runtime.batches import core_count, device_of, generator
 from dmcp.runtime.io import plain
-from dmcp.searching.config import expected_shares
+from dmcp.searching.budget import Budget, costs, limits_latency, show_cost
+from dmcp.searching.records import expected_shares
 from dmcp.searching.search import SEARCH
 from dmcp.searching.search import search as run_search
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import AUTO, UNPRUNED, LatencyConfig, Retrain, RuntimeKind
-from dmcp.storage import save
-from dmcp.supernet import Supernet
-from dmcp.training import Runtime, Task
-from dmcp.training import train as run_training
+from dmcp.training.loop import Runtime, Task
+from dmcp.training.loop import train as run_training
 from dmcp.units import between, clock, spread, table
 
 COMMAND = (sys.executable, "-P", "-m", "dmcp")  # -P: Python does not look into the current folder

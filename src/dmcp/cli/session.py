@@ -28,10 +28,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dmcp import __version__, models, progress
-from dmcp.batches import FewBatches, Loader, device_of, generator
-from dmcp.budget import LATENCY, MEMORY, costs, parse, show_cost
-from dmcp.checkpoint import Checkpointer, digest
+from dmcp import __version__, models
 from dmcp.cli.config import GIVEN, Request, RunConfig, needs_typing, option_word, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
@@ -49,24 +46,40 @@ from dmcp.data.datasets import (
 )
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
-from dmcp.latency import LATENCY_FILE, Latency, device_name
-from dmcp.losses import check_range, scores_of
-from dmcp.modules import kept_modes
-from dmcp.preflight import check_classifier, check_forward, classes_of
-from dmcp.progress import phase
+from dmcp.exporting.latency import LATENCY_FILE, Latency, device_name
 from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs import INPUT, LOG, REPLACED, SETTINGS, START, STARTS, Run, free_folder, read_json, refuse_taken, slug
+from dmcp.runs.folder import (
+    INPUT,
+    LOG,
+    REPLACED,
+    SETTINGS,
+    START,
+    STARTS,
+    Run,
+    free_folder,
+    read_json,
+    refuse_taken,
+    slug,
+)
+from dmcp.runtime import progress
+from dmcp.runtime.batches import FewBatches, Loader, device_of, generator
+from dmcp.runtime.checkpoint import Checkpointer, digest
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, join, leave
 from dmcp.runtime.engine import best_device
 from dmcp.runtime.io import LOCK, Lock, check_inflated, zip_sizes
+from dmcp.runtime.progress import phase
+from dmcp.searching.budget import LATENCY, MEMORY, costs, parse, show_cost
 from dmcp.settings import AUTO, UNPRUNED, Corrupt
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.modules import kept_modes
 from dmcp.tracing.trace import trace
-from dmcp.training import Event, Runtime
+from dmcp.tracing.widths import Widths
+from dmcp.training.loop import Event, Runtime
+from dmcp.training.losses import check_range, scores_of
+from dmcp.training.preflight import check_classifier, check_forward, classes_of
 from dmcp.units import FS_PER_MS, by, counted
-from dmcp.widths import Widths
 
 _LARGEST = 256  # side of images whose size is the input of an own network, unless told: larger ones are photographs
 _ENLARGED = 1.5  # times by which images may grow without a word

@@ -15,8 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dmcp import exporting, progress, sampling
-from dmcp.batches import Loader, generator
 from dmcp.cli import session
 from dmcp.cli.config import RunConfig, check_typed, read_config
 from dmcp.cli.session import build, log, print_json, result_facts, trace_job
@@ -24,17 +22,32 @@ from dmcp.data.datasets import check_data, split
 from dmcp.data.datasets import load as load_data
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
-from dmcp.latency import measure_latency
+from dmcp.exporting import export as exporting
+from dmcp.exporting.latency import measure_latency
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import compare, results_table, score
-from dmcp.runs import EXPORTED, INPUT, SEARCH, Run, list_runs, load_search, read_json, read_run, read_runs, read_widths
+from dmcp.runs.folder import (
+    EXPORTED,
+    INPUT,
+    SEARCH,
+    Run,
+    list_runs,
+    load_search,
+    read_json,
+    read_run,
+    read_runs,
+    read_widths,
+)
+from dmcp.runs.storage import WIDTHS, load
+from dmcp.runtime import progress
+from dmcp.runtime.batches import Loader, generator
 from dmcp.runtime.io import plain
+from dmcp.searching import sampling
 from dmcp.settings import LatencyConfig
-from dmcp.storage import WIDTHS, load
 from dmcp.tracing.cost import show_bytes
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import evaluate as accuracy_of
+from dmcp.training.loop import evaluate as accuracy_of
 from dmcp.units import by, counted, table
 
 _BATCH = 64  # of images whose ranges and accuracy 8 bits need

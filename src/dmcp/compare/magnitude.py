@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmcp.batches import device_of
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, loaded, samples_of
 from dmcp.errors import TrainingError
-from dmcp.importance import Place, magnitude, scaled, strongest, vectors
-from dmcp.losses import Loss, classification_loss
-from dmcp.modules import narrow
+from dmcp.runtime.batches import device_of
 from dmcp.runtime.distributed import current
+from dmcp.searching.importance import Place, magnitude, scaled, strongest, vectors
 from dmcp.settings import Engine, setting
-from dmcp.training import train
+from dmcp.tracing.modules import narrow
+from dmcp.training.loop import train
+from dmcp.training.losses import Loss, classification_loss
 
 # L1
 

@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmcp import sampling
-from dmcp.batches import generator, input_of, size_of
-from dmcp.budget import Budget, check_reachable
 from dmcp.compare.magnitude import L1Config, SlimmingConfig, find_l1, find_slimming, prepare_slimming
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
 from dmcp.errors import DmcpError, TrainingError
-from dmcp.exporting import blaming
-from dmcp.losses import classification_loss
+from dmcp.exporting.export import blaming
 from dmcp.models import imported
 from dmcp.results import DMCP, UNIFORM
+from dmcp.runtime.batches import generator, input_of, size_of
 from dmcp.runtime.distributed import current, mean_values
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.sampling import FILLED, random_widths
+from dmcp.searching import sampling
+from dmcp.searching.budget import Budget, check_reachable
+from dmcp.searching.sampling import FILLED, random_widths
 from dmcp.searching.search import SEARCH, search
 from dmcp.searching.subnets import chains
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import Sampling, SearchConfig, TrainConfig, setting
-from dmcp.supernet import Supernet
+from dmcp.training.losses import classification_loss
 
 _RANDOM = 7  # what random numbers are for
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dmcp.batches import Loader, device_of, on_device, size_of
-from dmcp.budget import Budget, check_reachable, spent_shares
 from dmcp.errors import BudgetError, DataError, TrainingError
-from dmcp.modules import kept_modes, modules_of, narrow, unwrap
+from dmcp.runtime.batches import Loader, device_of, on_device, size_of
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.sampling import FILLED, TOLERANCE, Options, fit, uniform
+from dmcp.searching.budget import Budget, check_reachable, spent_shares
+from dmcp.searching.sampling import FILLED, TOLERANCE, Options, fit, uniform
 from dmcp.settings import Engine, TrainConfig, check
 from dmcp.tracing.graph import ChannelGraph, Kept
-from dmcp.training import Runtime, Task
-from dmcp.widths import Widths
+from dmcp.tracing.modules import kept_modes, modules_of, narrow, unwrap
+from dmcp.tracing.widths import Widths
+from dmcp.training.loop import Runtime, Task
 
 CHOOSING = "choosing"  # the stage of what a method trains and tries; that of DMCP is called search
 

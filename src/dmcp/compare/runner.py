@@ -18,9 +18,6 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from dmcp.batches import device_of
-from dmcp.budget import parse
-from dmcp.checkpoint import DONE, State
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job
 from dmcp.compare.methods import METHODS, Own, choose, find_method, title
@@ -29,20 +26,23 @@ from dmcp.cutting import cut
 from dmcp.data.datasets import split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError, TrainingError
-from dmcp.exporting import blaming
-from dmcp.modules import narrow
+from dmcp.exporting.export import blaming
 from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, compare
 from dmcp.retraining import Retraining, catch_up, train_all
-from dmcp.runs import CHECKPOINTS, PREPARED, SETTINGS, Run, read_json
+from dmcp.runs.folder import CHECKPOINTS, PREPARED, SETTINGS, Run, read_json
+from dmcp.runs.storage import load, save
+from dmcp.runtime.batches import device_of
+from dmcp.runtime.checkpoint import DONE, State
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_tensors, read_bytes
-from dmcp.searching.config import extremes
+from dmcp.searching.budget import parse
+from dmcp.searching.records import extremes
 from dmcp.searching.subnets import chains
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
-from dmcp.storage import load, save
-from dmcp.supernet import Supernet
-from dmcp.training import Runtime, train
-from dmcp.widths import Widths
+from dmcp.tracing.modules import narrow
+from dmcp.tracing.widths import Widths
+from dmcp.training.loop import Runtime, train
 
 PLANS = "plans"  # what runs are to do
 RESULT, SPENT = "result.json", "spent.json"

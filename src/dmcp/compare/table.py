@@ -12,9 +12,9 @@ from typing import Any
 from dmcp.compare.methods import METHODS, title
 from dmcp.compare.runner import RESULT, SAME, Result, check_alike, is_done, plain
 from dmcp.errors import FileError
-from dmcp.exporting import blaming
+from dmcp.exporting.export import blaming
 from dmcp.results import UNIFORM, UNPRUNED, Row
-from dmcp.runs import Run, read_json
+from dmcp.runs.folder import Run, read_json
 from dmcp.runtime.io import MOST_JSON, from_plain, read_bytes
 from dmcp.units import between, counted, spread, table
 

@@ -20,8 +20,8 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from dmcp.batches import core_count, generator
 from dmcp.errors import DataError, FileError
+from dmcp.runtime.batches import core_count, generator
 from dmcp.runtime.io import check_inflated, plain_file_size, quote, zip_sizes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect

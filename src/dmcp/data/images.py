@@ -27,8 +27,8 @@ from torch import Tensor
 
 from dmcp.data.datasets import MEAN, SCALES, STD, Broken, FolderSet, _look_at, before_crop, decode
 from dmcp.errors import DataError
-from dmcp.progress import phase
 from dmcp.runtime.io import CONTAINER_LIMITS, write_files
+from dmcp.runtime.progress import phase
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Size = tuple[int, int]  # height and width

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmcp.batches import FewBatches, core_count, generator, mix, on_device, share_of
 from dmcp.data import images
 from dmcp.data.datasets import ArraySet, Augmentation, DataSet, FolderSet
 from dmcp.data.images import Array, Store
 from dmcp.errors import DataError
+from dmcp.runtime.batches import FewBatches, core_count, generator, mix, on_device, share_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 from dmcp.settings import Corrupt
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dmcp.budget import LATENCY, MEMORY, show_cost
-from dmcp.sampling import expected_widths
-from dmcp.searching.config import SearchRecord, SearchResult
-from dmcp.widths import Widths
+from dmcp.searching.budget import LATENCY, MEMORY, show_cost
+from dmcp.searching.records import SearchRecord, SearchResult
+from dmcp.searching.sampling import expected_widths
+from dmcp.tracing.widths import Widths
 
 if TYPE_CHECKING:  # functions import matplotlib: it takes half a second, and most commands draw nothing
     from matplotlib.axes import Axes

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from dmcp.report import figures
 from dmcp.results import ACCURACY, DMCP, ORIGINAL, UNPRUNED, Row, against, error_of, score, score_name, unknown
-from dmcp.runs import PastRun, value_at
+from dmcp.runs.folder import PastRun, value_at
+from dmcp.runs.storage import WEIGHTS
 from dmcp.runtime.io import plain
-from dmcp.storage import WEIGHTS
 from dmcp.tracing.cost import show_bytes
 
 if TYPE_CHECKING:  # imported where they are needed: most commands make no page

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from dmcp.errors import DmcpError
 from dmcp.results import Row
-from dmcp.runs import Run, read_json
-from dmcp.searching.config import SearchRecord
-from dmcp.training import Event, StepRecord
+from dmcp.runs.folder import Run, read_json
+from dmcp.searching.records import SearchRecord
+from dmcp.training.loop import Event, StepRecord
 
 WANDB_FILE = "wandb.json"  # the id of the run in W&B, with which it is resumed there
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import TrainingError
-from dmcp.modules import modules_of
 from dmcp.runtime.cuda_graphs import Repeated
 from dmcp.runtime.distributed import current
 from dmcp.settings import Engine, Precision
+from dmcp.tracing.modules import modules_of
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # parameter groups -> optimizer
 

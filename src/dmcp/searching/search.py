@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.arguments import checked
-from dmcp.batches import Loader, device_of, length_of, size_of
-from dmcp.budget import Budget, check_reachable, constant_alpha, front_alphas, parse
-from dmcp.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError, WidthsError
-from dmcp.losses import classification_loss, warn, warn_of_distillation
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
-from dmcp.modules import modules_of, without_autocast
-from dmcp.progress import phase, shown
+from dmcp.runtime.batches import Loader, device_of, length_of, size_of
+from dmcp.runtime.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.runtime.io import from_plain
-from dmcp.searching.config import SearchRecord, SearchResult, Step, extremes, missed_budget
+from dmcp.runtime.progress import phase, shown
+from dmcp.searching.budget import Budget, check_reachable, constant_alpha, front_alphas, parse
+from dmcp.searching.records import SearchRecord, SearchResult, Step, extremes, missed_budget
 from dmcp.searching.steps import Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
+from dmcp.searching.supernet import Supernet
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
-from dmcp.supernet import Supernet
-from dmcp.training import Log, Runtime, Task, check_trainable, cosine, resume
+from dmcp.tracing.modules import modules_of, without_autocast
+from dmcp.training.loop import Log, Runtime, Task, check_trainable, cosine, resume
+from dmcp.training.losses import classification_loss, warn, warn_of_distillation
 
 SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one

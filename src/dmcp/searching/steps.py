@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmcp.batches import input_of, size_of
-from dmcp.budget import Budget, budget_loss, ratios
-from dmcp.losses import Loss, distillation_loss, loss_of
-from dmcp.modules import modules_of, tensors_in
+from dmcp.runtime.batches import input_of, size_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
 from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, autocast, make_optimizer, rate_shares, set_lr, sgd
-from dmcp.searching.config import extremes
+from dmcp.searching.budget import Budget, budget_loss, ratios
+from dmcp.searching.records import extremes
 from dmcp.searching.subnets import Chains, find_stem, sample_gates
+from dmcp.searching.supernet import Narrow, Supernet
 from dmcp.settings import Precision, Sampling, SearchConfig
-from dmcp.supernet import Narrow, Supernet
 from dmcp.tracing.folds import run_folded
-from dmcp.training import parameter_groups
+from dmcp.tracing.modules import modules_of, tensors_in
+from dmcp.training.loop import parameter_groups
+from dmcp.training.losses import Loss, distillation_loss, loss_of
 
 Forward = Callable[[Any, Tensor], Any]  # a supernet on an input with gates
 Subnet = Tensor | Callable[[Any, Tensor | None], Any]  # its gates, or what runs it on an input and the stem's output

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp.batches import widest
-from dmcp.importance import magnitude
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, rand
-from dmcp.modules import modules_of, narrow, python_modules, tensors_in
-from dmcp.searching.config import bounds
+from dmcp.runtime.batches import widest
+from dmcp.searching.importance import magnitude
+from dmcp.searching.records import bounds
+from dmcp.searching.supernet import Supernet, given_name, skip
 from dmcp.settings import Bound, Sampling
-from dmcp.supernet import Supernet, given_name, skip
 from dmcp.tracing.folds import run_folded
+from dmcp.tracing.modules import modules_of, narrow, python_modules, tensors_in
 from dmcp.tracing.record import Recording
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dmcp.modules import map_leaves
 from dmcp.tracing.layout import Atom, Channels, Layout, fixed, in_spaces
+from dmcp.tracing.modules import map_leaves
 from dmcp.tracing.record import Op, Recording, Ref, Shape
 
 Dims = tuple[Layout, ...]

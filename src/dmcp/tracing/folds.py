@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dmcp.modules import call_model
 from dmcp.tracing.graph import GateFold
 from dmcp.tracing.layout import atoms_of
+from dmcp.tracing.modules import call_model
 
 
 def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from dmcp.modules import map_leaves
 from dmcp.tracing.coupling import Contraction, Coupling, Flow, Pass
 from dmcp.tracing.layout import Atom
+from dmcp.tracing.modules import map_leaves
 from dmcp.tracing.record import Op, Ref
 
 Fold = tuple[str, int]  # tensor name, dim: this dim is multiplied by its gates

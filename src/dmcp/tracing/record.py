@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from dmcp.errors import TraceError
-from dmcp.modules import (
+from dmcp.tracing.modules import (
     batch_of,
     call_model,
     leaves,

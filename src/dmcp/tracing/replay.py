@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.errors import TraceError
-from dmcp.modules import Cut, leaves, map_leaves, narrow, on_meta, reason_of, tensors_in
 from dmcp.tracing.coupling import Coupling, Dims, Literal
 from dmcp.tracing.layout import Atom, Layout
+from dmcp.tracing.modules import Cut, leaves, map_leaves, narrow, on_meta, reason_of, tensors_in
 from dmcp.tracing.record import HOST_READS, UNTAGGED, Func, Op, Recorder, Shape, compute, run_recorded
 
 IN_CODE = "a number in the code"  # how the reason begins

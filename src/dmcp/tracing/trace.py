@@ -18,7 +18,12 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp.arguments import checked
 from dmcp.errors import TraceError
-from dmcp.modules import (
+from dmcp.tracing.cost import Terms, moments, product, total
+from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
+from dmcp.tracing.gates import Fold, plan_folds
+from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
+from dmcp.tracing.layout import Atom, fixed
+from dmcp.tracing.modules import (
     batch_of,
     call_model,
     map_leaves,
@@ -29,11 +34,6 @@ from dmcp.modules import (
     unwrap,
     without_autocast,
 )
-from dmcp.tracing.cost import Terms, moments, product, total
-from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
-from dmcp.tracing.gates import Fold, plan_folds
-from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
-from dmcp.tracing.layout import Atom, fixed
 from dmcp.tracing.record import (
     Func,
     Guard,
@@ -49,7 +49,7 @@ from dmcp.tracing.record import (
 from dmcp.tracing.replay import ReplayContext, Resolver
 from dmcp.tracing.rules import RULES, find_rule, unknown
 from dmcp.tracing.verification import ForwardError, find_unequal
-from dmcp.widths import ChannelSpace, fingerprint, tuples
+from dmcp.tracing.widths import ChannelSpace, fingerprint, tuples
 
 _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
 _IGNORED = "ignored, as you asked"

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp.arguments import checked
 from dmcp.errors import CutError, TraceError
-from dmcp.modules import (
+from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
+from dmcp.tracing.graph import ChannelGraph, Kept
+from dmcp.tracing.modules import (
     Cut,
     batch_of,
     call_model,
@@ -29,10 +31,8 @@ from dmcp.modules import (
     unwrap,
     without_autocast,
 )
-from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
-from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.record import Func, Guard, aten, check_example, untouched_world
-from dmcp.widths import ChannelSpace
+from dmcp.tracing.widths import ChannelSpace
 
 _SAME = 1e-6  # largest difference that rounding explains in float64, as a share of the largest number
 _CLOSE = 1e-2  # the same in the model's own precision

@@ -16,8 +16,8 @@ from dmcp.errors import BudgetError
 from dmcp.markov import CERTAIN, CHAIN, Process
 from dmcp.tracing.cost import show_bytes
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.widths import Widths
 from dmcp.units import FS_PER_MS, show_ms
-from dmcp.widths import Widths
 
 KINDS = ("macs", "params", "memory", "latency")
 MEMORY, LATENCY = "memory", "latency"

@@ -21,24 +21,24 @@ import torch
 from torch import Tensor
 
 from dmcp.arguments import checked
-from dmcp.budget import LATENCY, Budget, costs, show_cost
-from dmcp.checkpoint import Checkpointer, load_checkpoint
 from dmcp.errors import FileError, WidthsError
-from dmcp.latency import LATENCY_FILE, Latency, Outcome
+from dmcp.exporting.latency import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
 from dmcp.pruning import PruneResult
 from dmcp.report.figures import accuracy_over_cost, draw_all
 from dmcp.report.figures import save as save_figure
 from dmcp.results import ACCURACY, Row, divergence, error_of, pruned, results_table
+from dmcp.runs.storage import SETTINGS as SETTINGS
+from dmcp.runs.storage import WIDTHS, save
 from dmcp.runtime import io
+from dmcp.runtime.checkpoint import Checkpointer, load_checkpoint
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
-from dmcp.searching.config import SearchRecord, SearchResult, expected_shares
-from dmcp.storage import SETTINGS as SETTINGS
-from dmcp.storage import WIDTHS, save
+from dmcp.searching.budget import LATENCY, Budget, costs, show_cost
+from dmcp.searching.records import SearchRecord, SearchResult, expected_shares
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training import Event, StepRecord
-from dmcp.widths import Widths
+from dmcp.tracing.widths import Widths
+from dmcp.training.loop import Event, StepRecord
 
 LOG, TIMES, REPORT = "log.jsonl", "times.jsonl", "report.md"
 INPUT = "input.json"  # how images become inputs

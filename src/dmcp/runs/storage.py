@@ -18,7 +18,6 @@ from dmcp import models
 from dmcp.arguments import checked
 from dmcp.cutting import named_tensors
 from dmcp.errors import DmcpError, FileError, WidthsError
-from dmcp.modules import narrow, unwrap
 from dmcp.runtime.io import (
     MOST_JSON,
     parse_json,
@@ -29,7 +28,8 @@ from dmcp.runtime.io import (
     staging_name,
     write_files,
 )
-from dmcp.widths import Widths, fingerprint
+from dmcp.tracing.modules import narrow, unwrap
+from dmcp.tracing.widths import Widths, fingerprint
 
 FORMAT = "torch-dmcp 1"
 WEIGHTS, WIDTHS = "model.safetensors", "widths.json"

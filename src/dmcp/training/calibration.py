@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.arguments import checked
-from dmcp.batches import device_of, input_of, on_device, size_of, widest
 from dmcp.errors import DataError
-from dmcp.modules import call_model, kept_modes, modules_of, without_autocast
+from dmcp.runtime.batches import device_of, input_of, on_device, size_of, widest
 from dmcp.runtime.distributed import World, current, sum_values
+from dmcp.tracing.modules import call_model, kept_modes, modules_of, without_autocast
 
 Forward = Callable[[Any], Any]  # what runs the network on one input
 

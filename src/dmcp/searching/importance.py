@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.layout import Atom, Layout, in_spaces
-from dmcp.widths import ChannelSpace
+from dmcp.tracing.widths import ChannelSpace
 
 
 @dataclass(frozen=True, eq=False)

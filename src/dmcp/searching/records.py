@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from dmcp.arguments import checked
-from dmcp.budget import Budget, check_reachable, parse, ratios
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, Process
 from dmcp.runtime.distributed import World, mean_values
+from dmcp.searching.budget import Budget, check_reachable, parse, ratios
 from dmcp.settings import Bound
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.widths import ChannelSpace, Widths
+from dmcp.tracing.widths import ChannelSpace, Widths
 
 
 def bounds(graph: ChannelGraph, lower: Bound, upper: Bound, align: int | None = 1) -> list[tuple[int, int]]:

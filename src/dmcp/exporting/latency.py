@@ -26,24 +26,24 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dmcp import exporting
 from dmcp.arguments import checked
-from dmcp.batches import device_of, generator
-from dmcp.budget import LATENCY, Budget, Limit, known_limits, limits_latency
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.exporting import blaming, turn_times
-from dmcp.modules import batch_of, call_model, map_leaves, narrow, rebatch, tensors_in, unwrap
-from dmcp.progress import each, shown
+from dmcp.exporting import export as exporting
+from dmcp.exporting.export import blaming, turn_times
+from dmcp.runtime.batches import device_of, generator
 from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, record_hash, write_files
-from dmcp.sampling import between
+from dmcp.runtime.progress import each, shown
+from dmcp.searching.budget import LATENCY, Budget, Limit, known_limits, limits_latency
+from dmcp.searching.sampling import between
 from dmcp.settings import FloatType, LatencyConfig, RuntimeKind
 from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
 from dmcp.tracing.coupling import Dims
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.modules import batch_of, call_model, map_leaves, narrow, rebatch, tensors_in, unwrap
 from dmcp.tracing.trace import trace
+from dmcp.tracing.widths import Widths, tuples
 from dmcp.units import FS_PER_MS, show_ms
-from dmcp.widths import Widths, tuples
 
 Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
 Array = NDArray[np.float64]

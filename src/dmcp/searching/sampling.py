@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from dmcp.arguments import Seed, Share, checked
-from dmcp.batches import as_generator
-from dmcp.budget import Budget, check_reachable, parse, spent_shares
 from dmcp.errors import BudgetError
-from dmcp.searching.config import SearchResult, bounds
+from dmcp.runtime.batches import as_generator
+from dmcp.searching.budget import Budget, check_reachable, parse, spent_shares
+from dmcp.searching.records import SearchResult, bounds
 from dmcp.settings import Bound, SearchConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.widths import Widths
+from dmcp.tracing.widths import Widths
 
 TOLERANCE = 0.95  # share of the budget that a method must use, where the widths allow it
 FILLED = 0.98  # share that the final widths of a search, a method or a baseline use: the same for all

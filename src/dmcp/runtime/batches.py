@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset
 
 from dmcp.errors import DataError
-from dmcp.modules import tensors_in
 from dmcp.runtime.distributed import World
+from dmcp.tracing.modules import tensors_in
 
 
 class Loader(Protocol):

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp import losses
 from dmcp.arguments import checked
-from dmcp.batches import Loader, check_parts, device_of, input_of, length_of, on_device, size_of, widest
-from dmcp.calibration import Forward
-from dmcp.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.errors import TrainingError
-from dmcp.losses import Loss, Metric, check_metric, classification_loss, distillation_loss, loss_of, top1
-from dmcp.modules import call_model, kept_modes, modules_of, tensors_in, without_autocast
-from dmcp.progress import Update, each, overdue, phase, shown
+from dmcp.runtime.batches import Loader, check_parts, device_of, input_of, length_of, on_device, size_of, widest
+from dmcp.runtime.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, make_optimizer, rate_shares, set_lr, sgd, suits_kernels
+from dmcp.runtime.progress import Update, each, overdue, phase, shown
 from dmcp.settings import Engine, TrainConfig
+from dmcp.tracing.modules import call_model, kept_modes, modules_of, tensors_in, without_autocast
+from dmcp.training import losses
+from dmcp.training.calibration import Forward
+from dmcp.training.losses import Loss, Metric, check_metric, classification_loss, distillation_loss, loss_of, top1
 
 TRAIN = "train"  # the stage of a training by itself
 _WINDOW = 100  # steps between two reads of the losses, at most: each read waits for the GPU

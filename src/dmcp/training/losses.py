@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmcp.arguments import checked
-from dmcp.batches import labels_of, size_of, widest
 from dmcp.errors import DataError, DmcpError, TrainingError
-from dmcp.modules import tensors_in
+from dmcp.runtime.batches import labels_of, size_of, widest
 from dmcp.runtime.distributed import World, current, gather, sum_values
+from dmcp.tracing.modules import tensors_in
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], Any]  # (output, batch) -> (sum over the samples, their count), or the mean

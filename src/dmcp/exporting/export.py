@@ -26,11 +26,11 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from dmcp.arguments import PositiveInt, checked
-from dmcp.batches import generator, input_of, size_of
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
-from dmcp.modules import call_model, map_leaves, narrow, tensors_in, unwrap, without_autocast
-from dmcp.progress import phase
+from dmcp.runtime.batches import generator, input_of, size_of
 from dmcp.runtime.io import plain_file_size, quote, write_files
+from dmcp.runtime.progress import phase
+from dmcp.tracing.modules import call_model, map_leaves, narrow, tensors_in, unwrap, without_autocast
 
 ONNX, PT2 = ".onnx", ".pt2"
 NOTE = "input.json"  # the preprocessing: a key in the metadata of ONNX, an extra file in .pt2

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from dmcp.arguments import PositiveInt, checked
 from dmcp.errors import WidthsError
 from dmcp.markov import group_sizes, marginals
-from dmcp.modules import Cut, narrow, unwrap
 from dmcp.tracing.folds import FoldTable, run_folded, shared_names, under_all_names
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.widths import Widths
+from dmcp.tracing.modules import Cut, narrow, unwrap
+from dmcp.tracing.widths import Widths
 
 
 class Supernet(nn.Module):

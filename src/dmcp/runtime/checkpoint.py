@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from dmcp.arguments import PositiveInt, Range, checked
-from dmcp.batches import Loader, batches_from, length_of, mix, on_device, size_of, start_epoch
 from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingError
+from dmcp.runtime.batches import Loader, batches_from, length_of, mix, on_device, size_of, start_epoch
 from dmcp.runtime.distributed import World, gather, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.runtime.io import plain, quote, read_bytes, refuse_link, write_files

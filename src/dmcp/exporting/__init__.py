@@ -1,0 +1,1 @@
+"""Export networks, and measure how long they take."""

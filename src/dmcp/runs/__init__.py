@@ -1,0 +1,1 @@
+"""Folders of runs: what is saved, written and read."""
