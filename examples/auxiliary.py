@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import dmcp
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.sampling import expected, uniform
 from dmcp.searching.search import search
 from dmcp.settings import SearchConfig, TrainConfig
@@ -97,7 +97,7 @@ def run(images: int = 1024, search_epochs: int = 12, train_epochs: int = 10, bud
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DistillationWarning)  # the outputs are scores of classes
         result = search(net, loader, config, task=task)
-    control = uniform(graph, parse(budget, graph))
+    control = uniform(graph, parse_budget(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():
         small = dmcp.cut(model, graph, widths)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.sampling import expected, uniform
 from dmcp.searching.search import search
 from dmcp.settings import SearchConfig, TrainConfig
@@ -108,7 +108,7 @@ def run(pictures: int = 512, search_epochs: int = 12, train_epochs: int = 10, bu
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DistillationWarning)  # the outputs are scores of classes
         result = search(net, loader, config, task=task)
-    control = uniform(graph, parse(budget, graph))
+    control = uniform(graph, parse_budget(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():
         small = dmcp.cut(model, graph, widths)

@@ -36,7 +36,7 @@ from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
 from dmcp.pruning import for_budget
 from dmcp.searching import steps as search_steps
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.subnets import chains as chains_of
 from dmcp.training.losses import classification_loss
 
@@ -235,7 +235,7 @@ def torch_pruning(it: Problem, model: nn.Module, across: bool) -> Any:
         graph=it.graph,
         loader=it.loader(it.rest, True),
         held_out=it.loader(it.held, False),
-        budget=parse(it.job["budget"], it.graph),
+        budget=parse_budget(it.job["budget"], it.graph),
         recipe=dmcp.TrainConfig(),
         min_widths=it.graph.widths(dict.fromkeys(it.graph.full, 1)),
     )
@@ -270,7 +270,7 @@ def run(job: dict[str, Any], emit: Callable[..., None]) -> None:
         emit(search=judge_search(it, net, found, config) | {"name": name, "seconds": seconds})
         widths[name], sources[name] = dmcp.expected(found), net.model
         for budget, more in moves.items():  # widths for another budget: scaled, and after a little more searching
-            scaled = for_budget(found, parse(budget, it.graph))
+            scaled = for_budget(found, parse_budget(budget, it.graph))
             widths[f"{name} scaled to {budget}"] = dmcp.expected(scaled)
             on, start = copy.deepcopy(net), time.perf_counter()
             further = dataclasses.replace(config, budget=budget, init="given", warmup=0.0, **more)

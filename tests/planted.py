@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp.compare.problem import Problem
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import TrainConfig
 
@@ -92,7 +92,7 @@ def as_problem(
         graph=graph,
         loader=loader,
         held_out=held_out,
-        budget=parse(budget, graph),
+        budget=parse_budget(budget, graph),
         recipe=recipe,
         min_widths=Supernet(model, graph).min_widths,
         seed=seed,

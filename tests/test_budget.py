@@ -1,4 +1,4 @@
-"""Budgets: their texts, the loss (I6), and expected costs against samples and finite differences."""
+"""A budget for one network: its limits, the loss (I6), and expected costs against samples and finite differences."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from nets import Residual, SharedWeight, randomise, sample
 
 import dmcp
+from dmcp.budgets import Limit
 from dmcp.errors import BudgetError
 from dmcp.markov import CHAIN, INDEPENDENT, Process
-from dmcp.searching.budget import Limit, budget_loss, check_reachable, costs, parse, ratios, spent_shares
+from dmcp.searching.budget import budget_loss, check_reachable, costs, counted_part, parse_budget, ratios, spent_shares
 
 GAMMA = 0.95
 both = pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
@@ -26,23 +27,12 @@ def traced(net: Any = Residual) -> tuple[Any, dmcp.Supernet]:
     return graph, dmcp.Supernet(model, graph, groups=4)
 
 
-# texts
-
-
-def test_budgets_that_are_read() -> None:
+def test_shares_are_resolved_by_the_cost_of_the_unpruned_network() -> None:
     graph, _ = traced()
     macs, params, memory = graph.macs(), graph.params(), graph.memory()
     table: dict[Any, tuple[str, int]] = {
         12_345: ("macs", 12_345),
-        "211M": ("macs", 211_000_000),
-        "1.1G": ("macs", 1_100_000_000),  # 1.1 * 1e9 in floats is 1100000000.0000002
-        "90 k": ("macs", 90_000),
-        "2e5": ("macs", 200_000),
-        "1_000_000": ("macs", 1_000_000),
-        "macs:2m": ("macs", 2_000_000),
-        "params:2M": ("params", 2_000_000),
-        "memory:256kB": ("memory", 256_000),
-        "memory:1 MiB": ("memory", 2**20),
+        "1.1G": ("macs", 1_100_000_000),
         0.5: ("macs", macs // 2),
         "0.5": ("macs", macs // 2),
         "50%": ("macs", macs // 2),
@@ -51,26 +41,20 @@ def test_budgets_that_are_read() -> None:
         "memory:50%": ("memory", memory // 2),
     }
     for spec, limit in table.items():
-        assert parse(spec, graph).limits == (Limit(*limit),), spec
-    two = parse("50%, params:2k", graph)
+        assert parse_budget(spec, graph).limits == (Limit(*limit),), spec
+    two = parse_budget("50%, params:2k", graph)
     assert two.limits == (Limit("macs", macs // 2), Limit("params", 2000)) and two.text == "50%, params:2k"
-    assert parse(two, graph) is two
+    assert parse_budget(two, graph) is two
 
 
-NO_BUDGETS = (
-    *("8ms", "50%,8 ms", "0ms", "latency:0%", "latency:200%", "latency:5", "params:8ms"),
-    *("8 MB", "params:1.5GB", "4MiB", "4.5 GFLOPs", "4.5 GMACs", "60k params", "5T", "watts:5"),
-    *(0.0, -0.5, 1.5, float("nan"), 0, -5, "", "half", "50%,", "0%", "params:0%", "watts:5%"),
-    *("1e999999999", "٣"),
-    *("50%,20%", "params:1M,params:50%", "0,5", "1,1G", "12,5%"),
-)
-
-
-def test_what_is_no_budget_is_refused() -> None:
-    for spec in NO_BUDGETS:
-        with pytest.raises(BudgetError) as caught:
-            parse(spec, traced()[0])
-        assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 300
+def test_latency_needs_a_measured_table() -> None:
+    graph, _ = traced()
+    for spec in ("8ms", "50%,8 ms", "latency:50%"):
+        with pytest.raises(BudgetError, match="latency"):
+            parse_budget(spec, graph)
+    assert counted_part("8ms", graph) is None
+    part = counted_part("50%,8 ms", graph)
+    assert part is not None and part.limits == parse_budget("50%", graph).limits
 
 
 # reachability
@@ -81,12 +65,12 @@ def test_unreachable_budgets_name_the_range() -> None:
     low, full = costs(graph, net.min_widths), costs(graph, graph.full)
     for spec, kind in (("101%", "macs"), ("0.1%", "macs"), ("50%,params:9G", "params"), ("40", "macs")):
         with pytest.raises(BudgetError) as caught:
-            check_reachable(parse(spec, graph), graph, net.min_widths)
+            check_reachable(parse_budget(spec, graph), graph, net.min_widths)
         assert f"{low[kind]:,}" in str(caught.value) and f"{full[kind]:,}" in str(caught.value)
     for end, beyond in ((low["macs"], -1), (full["macs"], 1)):
-        check_reachable(parse(end, graph), graph, net.min_widths)
+        check_reachable(parse_budget(end, graph), graph, net.min_widths)
         with pytest.raises(BudgetError):
-            check_reachable(parse(end + beyond, graph), graph, net.min_widths)
+            check_reachable(parse_budget(end + beyond, graph), graph, net.min_widths)
     part = dmcp.trace(net.model, sample(Residual.SHAPE), ignore=["conv3", "conv4"])
     with pytest.raises(BudgetError, match=f"Only {part.prunable_share:.1%} of the macs can be narrowed"):
         dmcp.uniform(part, "1%")
@@ -124,7 +108,7 @@ def test_the_loss_pulls_into_the_band_from_both_sides() -> None:
 def test_expected_costs_are_the_means_of_samples(net: Any, process: Process) -> None:
     """SharedWeight has a space squared: there the mean of the square is not the square of the mean."""
     graph, supernet = traced(net)
-    budget = parse("50%,params:40%", graph)
+    budget = parse_budget("50%,params:40%", graph)
     alpha = torch.randn(supernet.alpha.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     chances = process.marginals(alpha) * (supernet.sizes > 0)
     expected = ratios(budget, graph, chances, supernet.sizes, process)

@@ -13,7 +13,7 @@ from dmcp.cli.config import RECIPES, Request, RunConfig, find_recipe, make_confi
 from dmcp.cli.session import build, trace_job
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.runs.folder import SETTINGS, Run
-from dmcp.searching.budget import check_reachable, parse
+from dmcp.searching.budget import check_reachable, parse_budget
 from dmcp.searching.records import extremes
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig, defaults, paper
@@ -172,8 +172,8 @@ def test_a_recipe_has_the_settings_of_section_4_1(name: str, row: tuple[str, ...
     net, graph = traced(recipe.model)
     target = round(float(row[1][:-1]) * {"M": 10**6, "G": 10**9}[row[1][-1]])
     assert f"_{target // 10**6}m" in name
-    assert [(limit.kind, limit.target) for limit in parse(search.budget, graph).limits] == [("macs", target)]
-    check_reachable(parse(search.budget, graph), graph, extremes(graph, net.sizes)[0])
+    assert [(limit.kind, limit.target) for limit in parse_budget(search.budget, graph).limits] == [("macs", target)]
+    check_reachable(parse_budget(search.budget, graph), graph, extremes(graph, net.sizes)[0])
 
 
 @pytest.mark.parametrize(("model", "printed"), [("mobilenet_v2", 672e6), ("resnet18", 1.8e9), ("resnet50", 4.1e9)])

@@ -34,7 +34,7 @@ from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
 from dmcp.runs.folder import Run, list_runs, load_search, read_json, read_run, save_search
 from dmcp.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from dmcp.searching import budget
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.tracing.widths import Widths
@@ -140,7 +140,7 @@ def files() -> dict[str, bytes]:
     config = RunConfig(model="m:f", ignore=("a",), search=search, train=TrainConfig())
     with tempfile.TemporaryDirectory() as name:
         run = Run(Path(name))
-        spent = budget.parse("60%,params:9k", graph)
+        spent = parse_budget("60%,params:9k", graph)
         found = SearchResult(torch.randn(len(graph.spaces), net.sizes.shape[1] - 1), net.sizes, graph, spent, 0.95)
         save_search(found, run.folder)
         for step in range(3):

@@ -30,7 +30,7 @@ from dmcp.models import build
 from dmcp.report.html import make_page
 from dmcp.runs.folder import read_run
 from dmcp.runtime.io import record_hash
-from dmcp.searching.budget import check_reachable, costs, parse
+from dmcp.searching.budget import check_reachable, costs, parse_budget
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected
 from dmcp.settings import LatencyConfig, RuntimeKind
@@ -162,7 +162,7 @@ def test_latency_counts_like_other_costs() -> None:
     mean = graph.expected_cost("latency", CHAIN.marginals(alphas), net.sizes).item()
     sampled = CHAIN.sample(alphas, net.sizes, 40_000, torch.Generator().manual_seed(0))
     assert graph.cost("latency", sampled).double().mean().item() == pytest.approx(mean, rel=5e-3)
-    budget = parse("latency:60%,50%", graph)
+    budget = parse_budget("latency:60%,50%", graph)
     small = graph.widths([max(1, space.size // 3) for space in graph.spaces])
     assert holds(budget, graph, small) and not holds(budget, graph, graph.full)
     for widths in (dmcp.uniform(graph, budget), dmcp.random_widths(graph, budget, torch.Generator().manual_seed(0))):
@@ -173,7 +173,7 @@ def test_what_is_no_time_or_out_of_reach_is_refused() -> None:
     graph, device = with_latency(), Device()
     for text in ("1us", "9s"):
         with pytest.raises(BudgetError):
-            check_reachable(parse(text, graph), graph, graph.widths([1] * len(graph.spaces)))
+            check_reachable(parse_budget(text, graph), graph, graph.widths([1] * len(graph.spaces)))
     with pytest.raises(BudgetError):  # before anything is measured
         prune(budget="latency:8", latency=device)
     assert not device.calls
@@ -217,7 +217,7 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[An
     """What is chosen where cut networks take so many times their forecast."""
     graph, device = with_latency(), Device()
     sizes, alphas = dmcp.Supernet(traced()[0], graph, 4).sizes, torch.full((len(graph.spaces), 3), 0.5)
-    found = SearchResult(alphas, sizes, graph, parse(text, graph), 0.95)
+    found = SearchResult(alphas, sizes, graph, parse_budget(text, graph), 0.95)
     device.scale = lambda params: 1.0 if params == WHOLE else scale(params)
 
     def pick(budget: dmcp.Budget) -> tuple[int, dmcp.Widths, nn.Module]:

@@ -20,7 +20,7 @@ import dmcp
 from dmcp.compare.methods import METHODS, AutoSlimConfig, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.records import SearchRecord
 
 QUICK: dict[str, dict[str, Any]] = {"slimming": {"sparsity": 0.01}, "dmcp": {"epochs": 6}}  # a second or two
@@ -159,7 +159,7 @@ def test_budgets_settings_and_widths_that_cannot_be() -> None:
     problem = planted_problem(epochs=1)
     for budget in ("3%", "200%"):
         with pytest.raises(BudgetError):
-            replace(problem, budget=parse(budget, problem.graph))
+            replace(problem, budget=parse_budget(budget, problem.graph))
     free, bounded = problem.uniform(), replace(problem, max_widths=problem.graph.widths({"needed": 3}))
     with pytest.raises(BudgetError, match="channels in needed, where 1 to 3"):
         Choice(widths=free, kept=free).check(bounded)

@@ -24,7 +24,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError, FileError
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.records import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -80,7 +80,7 @@ def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None
     result = prune(search=SearchConfig(budget=budget, epochs=2, groups=4), retrain=kind, baselines=True)
     params = sum(parameter.numel() for parameter in result.model.parameters())
     counted = {"macs": counted_macs(result.model, torch.zeros(1, *Residual.SHAPE)), "params": params}
-    limits = parse(budget, graph).limits
+    limits = parse_budget(budget, graph).limits
     assert all(counted[limit.kind] <= limit.target for limit in limits)
     assert max(counted[limit.kind] / limit.target for limit in limits) >= 0.9  # not just anything small
     assert [row.name for row in result.rows] == [UNPRUNED, UNIFORM, DMCP]
@@ -299,7 +299,9 @@ def test_one_search_gives_networks_for_several_budgets(monkeypatch: pytest.Monke
         assert [row.name for row in it.rows] == [UNPRUNED, UNIFORM, DMCP] and it.search.budget == it.budget
     assert len(result.rows) == 7
     own, other = (result.front[name].search.log[-1].ratios[0] for name in ("80%", "0.5"))
-    assert other * parse(0.5, graph).limits[0].target == pytest.approx(own * parse("80%", graph).limits[0].target)
+    assert other * parse_budget(0.5, graph).limits[0].target == pytest.approx(
+        own * parse_budget("80%", graph).limits[0].target
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dmcp.errors import BudgetError, DmcpError
 from dmcp.markov import CHAIN, Process, bounded, sample_groups
 from dmcp.models import build, sample_shape
 from dmcp.runtime.batches import generator
-from dmcp.searching.budget import parse, spent_shares
+from dmcp.searching.budget import parse_budget, spent_shares
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import FILLED, Options, direct, expected, expected_widths, fit, random_widths, uniform
 from dmcp.tracing.widths import ChannelSpace
@@ -42,7 +42,7 @@ def result(
 ) -> SearchResult:
     graph, supernet = net
     alphas = alpha if isinstance(alpha, Tensor) else torch.full(supernet.alpha.shape, alpha)
-    return SearchResult(alphas, supernet.sizes, graph, parse(spec, graph), GAMMA, align, process=process)
+    return SearchResult(alphas, supernet.sizes, graph, parse_budget(spec, graph), GAMMA, align, process=process)
 
 
 def share(found: SearchResult, widths: dmcp.Widths) -> float:
@@ -165,7 +165,7 @@ def test_direct_sampling_ends_and_names_what_it_saw() -> None:
 @pytest.mark.parametrize("spec", ["20%", 0.5, "90%", "80%,params:40%"])
 def test_baselines_use_the_same_budget(spec: Any) -> None:
     graph, net = wide()
-    budget = parse(spec, graph)
+    budget = parse_budget(spec, graph)
     sampled = [random_widths(graph, spec, seeded(seed)) for seed in range(5)]
     for widths in (uniform(graph, spec), uniform(graph, budget, net.min_widths, align=4), *sampled):
         assert FILLED <= spent_shares(budget, graph, widths.tensor()[None]).max().item() <= 1
@@ -193,7 +193,10 @@ def test_a_small_network_is_not_far_from_one_ratio_to_use_the_last_of_the_budget
     for spec in ("90%", "70%"):
         widths = uniform(graph, spec)
         ratios = widths.tensor() / graph.full.tensor()
-        assert ratios.max() - ratios.min() < 0.15 and graph.macs(widths) > GAMMA * parse(spec, graph).limits[0].target
+        assert (
+            ratios.max() - ratios.min() < 0.15
+            and graph.macs(widths) > GAMMA * parse_budget(spec, graph).limits[0].target
+        )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from dmcp import models
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN
 from dmcp.runtime.checkpoint import Checkpointer
-from dmcp.searching.budget import front_alphas, parse, ratios
+from dmcp.searching.budget import front_alphas, parse_budget, ratios
 from dmcp.searching.records import SearchRecord, SearchResult, expected_shares
 from dmcp.searching.search import SearchWarning
 from dmcp.settings import SearchConfig
@@ -352,7 +352,7 @@ def test_a_front_starts_at_the_budget_with_one_peak_and_grows_sharper() -> None:
     model = models.build("cifar:resnet20")
     graph = dmcp.trace(model, torch.zeros(2, 3, 32, 32))
     net = dmcp.Supernet(model, graph)
-    budget = parse("40%", graph)
+    budget = parse_budget("40%", graph)
     none = torch.zeros(net.alpha.shape, dtype=torch.bool)
     start = front_alphas(budget, graph, net.sizes, CHAIN, none)
     assert ratios(budget, graph, CHAIN.marginals(start), net.sizes).item() == pytest.approx(1, abs=1e-6)

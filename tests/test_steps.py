@@ -14,7 +14,7 @@ from test_supernet import made as supernet
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.steps import Setup, arch_step, weight_step
 from dmcp.searching.subnets import chains
 from dmcp.settings import Sampling, SearchConfig
@@ -30,7 +30,10 @@ def made(toy: Any = Residual, loss: Any = cross_entropy, **settings: Any) -> tup
     """A supernet in float64 with random alphas and what its steps share, and two batches."""
     net, x, labels = supernet(toy), sample(toy.SHAPE, batch=8), torch.arange(8) % 5
     config = SearchConfig(budget="50%", **settings)
-    return Setup(net, chains(net), parse("50%", net.graph), config, loss), [(x[:4], labels[:4]), (x[4:], labels[4:])]
+    return Setup(net, chains(net), parse_budget("50%", net.graph), config, loss), [
+        (x[:4], labels[:4]),
+        (x[4:], labels[4:]),
+    ]
 
 
 def subnets_of(setup: Setup, count: int) -> list[Tensor]:

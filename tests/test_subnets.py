@@ -21,7 +21,7 @@ import dmcp
 import dmcp.searching.steps
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.records import bounds
 from dmcp.searching.search import search
 from dmcp.searching.steps import Setup, weight_step
@@ -183,7 +183,7 @@ def task(output: Any, batch: Any) -> Tensor:
 def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | None, loss: Any) -> Tensor:
     """The losses; the smallest sub-network is a narrow one where `align` is given."""
     optimizer, dice = torch.optim.SGD(net.weights(), lr, 0.9), torch.Generator().manual_seed(1)
-    setup = Setup(net, chains(net), parse("50%", net.graph), SearchConfig(budget="50%", distill=False), loss)
+    setup = Setup(net, chains(net), parse_budget("50%", net.graph), SearchConfig(budget="50%", distill=False), loss)
     border = () if stem is None else (stem.paths, stem.value)
     small = None if align is None else Narrow(net, net.min_widths, align, *border)
 

@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dmcp.budgets import Budget
     from dmcp.cutting import cut, reinitialize
     from dmcp.errors import (
         ArgumentError,
@@ -44,8 +45,7 @@ if TYPE_CHECKING:
     from dmcp.runs.folder import load_search
     from dmcp.runs.storage import load, save
     from dmcp.runtime.checkpoint import Checkpointer
-    from dmcp.searching.budget import Budget
-    from dmcp.searching.budget import parse as parse_budget
+    from dmcp.searching.budget import parse_budget
     from dmcp.searching.records import SearchResult
     from dmcp.searching.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.search import Searcher, search
@@ -72,6 +72,7 @@ __all__ = [
     "random_widths", "recalibrate", "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
 ]
 _NAMES = {  # module -> what it gives
+    "budgets": "Budget",
     "cutting": "cut reinitialize",
     "errors": "ArgumentError BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError "
     "WidthsError",
@@ -81,7 +82,7 @@ _NAMES = {  # module -> what it gives
     "runs.folder": "load_search",
     "runs.storage": "load save",
     "runtime.checkpoint": "Checkpointer",
-    "searching.budget": "Budget",
+    "searching.budget": "parse_budget",
     "searching.records": "SearchResult",
     "searching.sampling": "direct expected random_widths uniform",
     "searching.search": "Searcher search",
@@ -98,7 +99,6 @@ _NAMES = {  # module -> what it gives
 }
 # fmt: on
 _PLACES = {name: (module, name) for module, names in _NAMES.items() for name in names.split()}
-_PLACES["parse_budget"] = ("searching.budget", "parse")
 
 
 def __getattr__(name: str) -> Any:

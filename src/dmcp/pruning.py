@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import length_hint, mul
@@ -13,6 +12,7 @@ from torch import nn
 
 from dmcp import retraining
 from dmcp.arguments import checked
+from dmcp.budgets import LATENCY, Budget, choose_middle, limits_latency, read_budget, show_cost
 from dmcp.compare.methods import Own, chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
@@ -27,13 +27,13 @@ from dmcp.runtime.checkpoint import digest_of_loader, plain_settings
 from dmcp.runtime.distributed import current
 from dmcp.runtime.progress import phase, plan, shown
 from dmcp.searching import search as searching
-from dmcp.searching.budget import LATENCY, Budget, check_reachable, known_limits, limits_latency, parse, show_cost
+from dmcp.searching.budget import check_reachable, counted_part, parse_budget
 from dmcp.searching.records import SearchResult, bounds
 from dmcp.searching.sampling import expected, filled, uniform
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import sort_channels
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import AUTO, Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, defaults, middle
+from dmcp.settings import AUTO, Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, defaults
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap, without_autocast
 from dmcp.tracing.trace import trace
@@ -160,7 +160,7 @@ def prune(
         retraining.weigh_teacher(guide, classes_of(guide, sample), val_loader)
     batch = size_of((example,)) * current().size
     sizes = {"images": length_of(plain) * batch, "batch": batch}
-    usual = defaults(middle(specs), kind, trained=trained, own_loss=task.loss is not None, **sizes)
+    usual = defaults(choose_middle(specs), kind, trained=trained, own_loss=task.loss is not None, **sizes)
     if search is None and searches and usual.search_images:
         few = FewBatches(plain, -(-usual.search_images // batch))
         loaders = replace(loaders, search=few, train=loaders.train or plain)
@@ -200,21 +200,25 @@ def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None
     if isinstance(budget, Sequence) and not isinstance(budget, str):
         if not budget:
             raise BudgetError("The list of budgets is empty: give at least one.")
-        return [*budget]
-    if search is not None and budget is not None and search.budget != budget:
+        specs = [*budget]
+    elif search is not None and budget is not None and search.budget != budget:
         raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
-    return [search.budget if search else "50%" if budget is None else budget]
+    else:
+        specs = [search.budget if search else "50%" if budget is None else budget]
+    for spec in specs:
+        read_budget(spec)  # refuses what cannot be read before anything runs
+    return specs
 
 
 def read_budgets(specs: Sequence[Spec], graph: ChannelGraph, low: Widths, high: Widths) -> dict[str, Budget]:
     """Budgets by the names of their rows and folders; BudgetError for one that is there twice or out of reach."""
     found: dict[str, Budget] = {}
     for spec in specs:
-        budget = parse(spec, graph)
+        budget = parse_budget(spec, graph)
         check_reachable(budget, graph, low, high)
         if any(set(budget.limits) == set(other.limits) for other in found.values()):
             raise BudgetError(f"The budget {budget.text!r} is given twice: give each once.")
-        found[re.sub(r"[^\w%.]+", "-", budget.text)] = budget
+        found[budget.file_name] = budget
     return found
 
 
@@ -479,8 +483,9 @@ def time_networks(
 ) -> Latency:
     """A latency table between the smallest and the largest widths of a search that can reach its budget."""
     low, high = reachable(graph, settings)
-    if limits := known_limits(settings.budget, graph):
-        check_reachable(Budget(limits, str(getattr(settings.budget, "text", settings.budget))), graph, low, high)
+    counted = counted_part(settings.budget, graph)
+    if counted is not None:
+        check_reachable(counted, graph, low, high)
     config = replace(config or LatencyConfig(), min_channels=low, max_channels=high, align=settings.align)
     return measure_latency(model, sample, graph, config, measure=measure)
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from dmcp.budgets import Budget, read_budget
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 
 if TYPE_CHECKING:
     import torch
 
     from dmcp.runtime.engine import ResolvedEngine
-    from dmcp.searching.budget import Budget
 
 UNPRUNED = "unpruned"  # a row of the table, and the teacher that is trained first
 AUTO = "auto"  # the teacher that suits: the model itself if it is trained, else the unpruned network
@@ -165,6 +164,7 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        read_budget(self.budget)  # refuses what cannot be read; `parse_budget` makes limits of it for a network
         if self.warmup_epochs == self.epochs:
             raise TrainingError(f"warmup={self.warmup:g} leaves the alphas none of {self.epochs} epochs: lower it.")
 
@@ -311,20 +311,6 @@ def default_batch(images: int, macs: int) -> tuple[int, str]:
     while batch > 1 and images // batch < _MIN_PER_EPOCH:
         batch //= 2
     return batch, reason if batch == usual else f"so that {images:,} images make {images // batch} steps in an epoch"
-
-
-def middle(budgets: Sequence[int | float | str | Budget]) -> int | float | str | Budget:
-    """The one of several budgets that is searched for: widths for the others are then scaled least.
-
-    Where they differ by their numbers only, they are ordered by them; else they count as ordered.
-    """
-    texts = [str(getattr(it, "text", it)).lower() for it in budgets]
-    scales = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-    number = r"(\d+(?:\.\d+)?)([kmg]?)(?!s)"  # the m of ms is none
-    sizes = [[float(it) * scales[unit] for it, unit in re.findall(number, text)] for text in texts]
-    if len({re.sub(number, "", text) for text in texts}) == 1 and all(sizes):
-        budgets = [budgets[place] for place in sorted(range(len(budgets)), key=sizes.__getitem__)]
-    return budgets[(len(budgets) - 1) // 2]
 
 
 def default_search(budget: int | float | str | Budget, trained: bool) -> SearchConfig:

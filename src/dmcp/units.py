@@ -50,3 +50,11 @@ def show_ms(ms: float) -> str:
     """Three digits with the unit that fits: 8.12 ms, 812 us, 1.2 s."""
     amount, unit = (ms / 1000, "s") if ms >= 1000 else (ms, "ms") if ms >= 1 else (1000 * ms, "us")
     return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
+
+
+def show_bytes(amount: float) -> str:
+    """Four digits with the unit that fits: 65.54 kB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if amount >= size:
+            return f"{amount / size:.4g} {unit}"
+    return f"{amount:,.0f} bytes"

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from dmcp import settings
+from dmcp.budgets import choose_middle
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.settings import AUTO, Bound, Corrupt, Engine, Init, Retrain, RuntimeKind, SearchConfig, TrainConfig, setting
 
@@ -259,7 +260,7 @@ def _apply(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
             value = ""
         elif name == "budget" and isinstance(value, list):
             changes.setdefault("", {})["budgets"] = tuple(value) if len(value) > 1 else ()
-            value = settings.middle(value)
+            value = choose_middle(value)
         for part, place in _places(name):
             changes.setdefault(part, {})[place] = tuple(value) if isinstance(value, list) else value
     if "search_lr" in typed:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dmcp import pruning
+from dmcp.budgets import Budget, limits_latency, show_cost
 from dmcp.cli import session
 from dmcp.cli.config import Request, RunConfig, make_config
 from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, log, print_json, result_facts
@@ -36,7 +37,7 @@ from dmcp.runs.storage import save
 from dmcp.runtime import progress
 from dmcp.runtime.batches import core_count, device_of, generator
 from dmcp.runtime.io import plain
-from dmcp.searching.budget import Budget, costs, limits_latency, show_cost
+from dmcp.searching.budget import costs
 from dmcp.searching.records import expected_shares
 from dmcp.searching.search import SEARCH
 from dmcp.searching.search import search as run_search

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dmcp import __version__, models
+from dmcp.budgets import LATENCY, MEMORY, read_budget, show_cost
 from dmcp.cli.config import GIVEN, Request, RunConfig, needs_typing, option_word, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
@@ -70,7 +71,7 @@ from dmcp.runtime.distributed import SINGLE_PROCESS, World, current, gather, joi
 from dmcp.runtime.engine import best_device
 from dmcp.runtime.io import LOCK, Lock, check_inflated, zip_sizes
 from dmcp.runtime.progress import phase
-from dmcp.searching.budget import LATENCY, MEMORY, costs, parse, show_cost
+from dmcp.searching.budget import costs
 from dmcp.settings import AUTO, UNPRUNED, Corrupt
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import kept_modes
@@ -421,7 +422,7 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
                 undo.enter_context(_taken(run, job, checkpointer if resume else None))
                 listeners.append(run.on_event)
             if world.first and config.track:
-                kinds = [it.kind for it in parse(config.search.budget, job.graph).limits] if config.search else []
+                kinds = read_budget(config.search.budget).kinds if config.search else ()
                 tracker = undo.enter_context(Tracker(config.track, folder, config.to_json(), kinds))
                 listeners.append(tracker.on_event)
             begun = True

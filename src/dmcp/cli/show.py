@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -45,10 +44,9 @@ from dmcp.runtime.batches import Loader, generator
 from dmcp.runtime.io import plain
 from dmcp.searching import sampling
 from dmcp.settings import LatencyConfig
-from dmcp.tracing.cost import show_bytes
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.loop import evaluate as accuracy_of
-from dmcp.units import by, counted, table
+from dmcp.units import by, counted, show_bytes, table
 
 _BATCH = 64  # of images whose ranges and accuracy 8 bits need
 _LISTED = 20  # lines of each list about data
@@ -216,7 +214,9 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, model: str
         if searched.limits != found.budget.limits:
             log(f"The search was for {searched.text}: its widths are scaled to {budget}, not searched again.")
     samples = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
-    kind = "-".join(filter(None, ("direct" if direct else "expected", re.sub(r"[^\w%.]+", "-", budget))))
+    kind = "direct" if direct else "expected"
+    if budget:
+        kind = f"{kind}-{found.budget.file_name}"
     files = {out / f"{kind}{f'-{number}' if direct else ''}.json": it for number, it in enumerate(samples, 1)}
     for path, widths in files.items():
         Run(out).write(path.name, widths.to_json())

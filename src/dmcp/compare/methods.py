@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmcp.budgets import Budget
 from dmcp.compare.magnitude import L1Config, SlimmingConfig, find_l1, find_slimming, prepare_slimming
 from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
 from dmcp.errors import DmcpError, TrainingError
@@ -25,7 +26,7 @@ from dmcp.runtime.batches import generator, input_of, size_of
 from dmcp.runtime.distributed import current, mean_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.searching import sampling
-from dmcp.searching.budget import Budget, check_reachable
+from dmcp.searching.budget import check_reachable
 from dmcp.searching.sampling import FILLED, random_widths
 from dmcp.searching.search import SEARCH, search
 from dmcp.searching.subnets import chains

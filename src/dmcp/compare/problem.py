@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dmcp.budgets import Budget
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.runtime.batches import Loader, device_of, on_device, size_of
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.searching.budget import Budget, check_reachable, spent_shares
+from dmcp.searching.budget import check_reachable, spent_shares
 from dmcp.searching.sampling import FILLED, TOLERANCE, Options, fit, uniform
 from dmcp.settings import Engine, TrainConfig, check
 from dmcp.tracing.graph import ChannelGraph, Kept

@@ -35,7 +35,7 @@ from dmcp.runtime.batches import device_of
 from dmcp.runtime.checkpoint import DONE, State
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_tensors, read_bytes
-from dmcp.searching.budget import parse
+from dmcp.searching.budget import parse_budget
 from dmcp.searching.records import extremes
 from dmcp.searching.subnets import chains
 from dmcp.searching.supernet import Supernet
@@ -111,7 +111,7 @@ def problem_of(protocol: Protocol, job: Job, budget: str, **more: Any) -> Proble
         ends = chains(net, min_channels=bounds.min_channels, max_channels=bounds.max_channels, align=bounds.align)
         given["min_widths"], widest = extremes(graph, ends.sizes)
         high = widest if bounds.max_channels else None
-    return Problem(budget=parse(budget or graph.macs(high or graph.full), graph), max_widths=high, **given)
+    return Problem(budget=parse_budget(budget or graph.macs(high or graph.full), graph), max_widths=high, **given)
 
 
 # the runs

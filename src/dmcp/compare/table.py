@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from dmcp.budgets import MACS, read_budget
 from dmcp.compare.methods import METHODS, title
 from dmcp.compare.runner import RESULT, SAME, Result, check_alike, is_done, plain
 from dmcp.errors import FileError
@@ -78,8 +78,15 @@ def _lines(results: Mapping[str, Result], folder: Path) -> list[dict[str, Any]]:
 def _order(it: Result) -> tuple[Any, ...]:
     """The unpruned network, shares of the MACs from the largest on, other budgets; our methods come first."""
     method, budget, known = it.run.method, it.run.budget, [*METHODS]
-    share = float(budget[:-1]) if re.fullmatch(r"[0-9.]+%", budget) else -1.0 if budget else float("inf")
+    share = _macs_share(budget) if budget else float("inf")
     return -share, budget, known.index(method) if method in known else len(known), title(method), it.run.seed
+
+
+def _macs_share(budget: str) -> float:
+    """The share of MACs that is the whole budget; -1 for any other budget."""
+    targets = read_budget(budget).targets
+    is_macs_share = len(targets) == 1 and targets[0].kind == MACS and targets[0].is_share
+    return float(targets[0].amount) if is_macs_share else -1.0
 
 
 def _cost(it: Result, results: Mapping[str, Result], folder: Path) -> tuple[float, int]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dmcp.arguments import checked
+from dmcp.budgets import LATENCY, Budget, Limit, limits_latency
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.exporting import export as exporting
 from dmcp.exporting.export import blaming, turn_times
@@ -34,7 +35,6 @@ from dmcp.runtime.batches import device_of, generator
 from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, record_hash, write_files
 from dmcp.runtime.progress import each, shown
-from dmcp.searching.budget import LATENCY, Budget, Limit, known_limits, limits_latency
 from dmcp.searching.sampling import between
 from dmcp.settings import FloatType, LatencyConfig, RuntimeKind
 from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
@@ -508,7 +508,6 @@ def attach_latency(
         return table.attach(graph)
     if LATENCY in graph.extra or not limits_latency(budget):
         return graph
-    known_limits(budget, graph)  # what cannot be read is refused before anything is measured
     found = Latency.from_json(_once(folder and folder / LATENCY_FILE, lambda: measure().to_json()), folder)
     if found.warning and current().first:
         warnings.warn(found.warning, stacklevel=3)

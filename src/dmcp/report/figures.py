@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dmcp.searching.budget import LATENCY, MEMORY, show_cost
+from dmcp.budgets import LATENCY, MEMORY, show_cost
 from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.searching.sampling import expected_widths
 from dmcp.tracing.widths import Widths

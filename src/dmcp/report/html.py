@@ -15,7 +15,7 @@ from dmcp.results import ACCURACY, DMCP, ORIGINAL, UNPRUNED, Row, against, error
 from dmcp.runs.folder import PastRun, value_at
 from dmcp.runs.storage import WEIGHTS
 from dmcp.runtime.io import plain
-from dmcp.tracing.cost import show_bytes
+from dmcp.units import show_bytes
 
 if TYPE_CHECKING:  # imported where they are needed: most commands make no page
     from jinja2 import Template

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dmcp.arguments import checked
+from dmcp.budgets import LATENCY, Budget, show_cost
 from dmcp.errors import FileError, WidthsError
 from dmcp.exporting.latency import LATENCY_FILE, Latency, Outcome
 from dmcp.markov import INDEPENDENT, process_of
@@ -34,7 +35,7 @@ from dmcp.runtime import io
 from dmcp.runtime.checkpoint import Checkpointer, load_checkpoint
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_json, plain, quote, read_bytes, refuse_link, write_files
-from dmcp.searching.budget import LATENCY, Budget, costs, show_cost
+from dmcp.searching.budget import costs
 from dmcp.searching.records import SearchRecord, SearchResult, expected_shares
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths

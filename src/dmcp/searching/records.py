@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from dmcp.arguments import checked
+from dmcp.budgets import Budget
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, Process
 from dmcp.runtime.distributed import World, mean_values
-from dmcp.searching.budget import Budget, check_reachable, parse, ratios
+from dmcp.searching.budget import check_reachable, parse_budget, ratios
 from dmcp.settings import Bound
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import ChannelSpace, Widths
@@ -118,7 +119,7 @@ class SearchResult:
     @checked
     def with_budget(self, budget: int | float | str | Budget) -> SearchResult:
         """The same distribution for another budget: widths are scaled to that, not searched again."""
-        wanted = parse(budget, self.graph)
+        wanted = parse_budget(budget, self.graph)
         check_reachable(wanted, self.graph, *extremes(self.graph, self.sizes))
         return replace(self, budget=wanted)
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dmcp.arguments import Seed, Share, checked
+from dmcp.budgets import Budget
 from dmcp.errors import BudgetError
 from dmcp.runtime.batches import as_generator
-from dmcp.searching.budget import Budget, check_reachable, parse, spent_shares
+from dmcp.searching.budget import check_reachable, parse_budget, spent_shares
 from dmcp.searching.records import SearchResult, bounds
 from dmcp.settings import Bound, SearchConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -103,7 +104,7 @@ def uniform(
     """
     wish = graph.full.tensor().double()
     options = between(graph, min_channels, max_channels, align)
-    return fit(graph, parse(budget, graph), wish, options, tolerance, even=True)
+    return fit(graph, parse_budget(budget, graph), wish, options, tolerance, even=True)
 
 
 @checked
@@ -117,7 +118,7 @@ def random_widths(
     max_channels: Bound | None = None,
 ) -> Widths:
     """Widths sampled uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
-    options, budget = between(graph, min_channels, max_channels, align), parse(budget, graph)
+    options, budget = between(graph, min_channels, max_channels, align), parse_budget(budget, graph)
     chances = torch.rand(_TRIES, len(graph.spaces), generator=as_generator(generator), dtype=torch.float64)
     sampled = options.widths((chances * (options.last + 1)).long())  # (N, S)
     shares = spent_shares(budget, graph, sampled).amax(dim=1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.arguments import checked
+from dmcp.budgets import Budget
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.runtime.batches import Loader, device_of, length_of, size_of
@@ -21,7 +22,7 @@ from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.runtime.io import from_plain
 from dmcp.runtime.progress import phase, shown
-from dmcp.searching.budget import Budget, check_reachable, constant_alpha, front_alphas, parse
+from dmcp.searching.budget import check_reachable, constant_alpha, front_alphas, parse_budget
 from dmcp.searching.records import SearchRecord, SearchResult, Step, extremes, missed_budget
 from dmcp.searching.steps import Setup, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, chains, sort_channels
@@ -230,7 +231,7 @@ def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
         wanted_net = f"Supernet(model, graph, groups={config.groups}, align={config.align})"
         raise WidthsError(f"The supernet has other groups than the settings: make it with {wanted_net}.")
     found = chains(net, process_of(config.independent), config.min_channels, config.max_channels, config.align)
-    budget = parse(config.budget, net.graph)
+    budget = parse_budget(config.budget, net.graph)
     check_reachable(budget, net.graph, *extremes(net.graph, found.sizes))
     if not found.sizes[:, 1:].any():
         raise WidthsError("There is nothing to search: no space has a second group; use more groups or other bounds.")

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmcp.budgets import Budget
 from dmcp.runtime.batches import input_of, size_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
 from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, autocast, make_optimizer, rate_shares, set_lr, sgd
-from dmcp.searching.budget import Budget, budget_loss, ratios
+from dmcp.searching.budget import budget_loss, ratios
 from dmcp.searching.records import extremes
 from dmcp.searching.subnets import Chains, find_stem, sample_gates
 from dmcp.searching.supernet import Narrow, Supernet

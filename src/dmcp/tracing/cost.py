@@ -163,14 +163,6 @@ class Peak(Polynomial):
         return (factors[:, :, None] * products).sum(dim=1).amax(dim=0)  # no matmul: a GPU's would round, or has no ints
 
 
-def show_bytes(amount: float) -> str:
-    """Four digits with the unit that fits: 65.54 kB."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if amount >= size:
-            return f"{amount / size:.4g} {unit}"
-    return f"{amount:,.0f} bytes"
-
-
 def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -> tuple[Moment, ...]:
     """Of the pass in eval mode, for one sample: the moments that can be the worst ones at some widths.
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from dmcp.arguments import checked
 from dmcp.errors import BudgetError, CutError, WidthsError
 from dmcp.markov import CHAIN, Process
-from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evaluate, show_bytes, total
+from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evaluate, total
 from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.layout import Layout, Segment
 from dmcp.tracing.modules import Cut, skeleton
 from dmcp.tracing.record import Recording
 from dmcp.tracing.replay import ReplayContext
 from dmcp.tracing.widths import ChannelSpace, Dim, Widths, fingerprint
+from dmcp.units import show_bytes
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
 

@@ -1,0 +1,165 @@
+"""Budgets as users write them: read once, without torch, before there is a network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
+
+from dmcp.errors import BudgetError
+from dmcp.units import FS_PER_MS, show_bytes, show_ms
+
+MACS, PARAMS, MEMORY, LATENCY = "macs", "params", "memory", "latency"
+
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
+_UNITS = {MACS: _COUNTS, PARAMS: _COUNTS, MEMORY: _COUNTS | _BYTES, LATENCY: _TIMES}
+KINDS = tuple(_UNITS)
+
+_NUMBER = r"\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?"
+_PART = re.compile(rf"(?a)(?:(?P<kind>[a-z]+):)?(?P<number>{_NUMBER})(?P<unit>%|[a-z]*)")
+_FRACTION = re.compile(r"\.|e-")  # "1.0" and "5e-1" are shares, "1" is a count
+_MAX_AMOUNT = 10**18  # more than any network costs
+_HELP = 'write "50%", "211M", "params:2M", "memory:256kB", "8ms", "latency:50%", or several: "50%,params:2M"'
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that a network may cost of one kind."""
+
+    kind: str  # one of KINDS
+    target: int  # bytes of memory, femtoseconds of latency
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.target < 1:
+            raise BudgetError(f"A limit is at least 1 of {', '.join(KINDS)}, not {self.target} of {self.kind}.")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits for one network that must all hold, and the text that they were read from."""
+
+    limits: tuple[Limit, ...]
+    text: str
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise BudgetError("A budget has at least one limit.")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each limit."""
+        return tuple(limit.kind for limit in self.limits)
+
+    @property
+    def file_name(self) -> str:
+        """The text as a part of a file's name: 50%-params-2M."""
+        return re.sub(r"[^\w%.]+", "-", self.text)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One part of a budget as it was written: an amount, or a share of what the unpruned network costs."""
+
+    kind: str  # one of KINDS
+    amount: Fraction  # exact: 1.1G is 1,100,000,000; in the unit of `Limit.target`
+    is_share: bool
+
+
+@dataclass(frozen=True)
+class WrittenBudget:
+    """A budget as it was written; `dmcp.parse_budget` makes a Budget of it, for one network."""
+
+    targets: tuple[Target, ...]
+    text: str
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each target."""
+        return tuple(target.kind for target in self.targets)
+
+
+def read_budget(spec: object) -> WrittenBudget:
+    """Read a number, a text or a Budget; BudgetError for anything else."""
+    if isinstance(spec, Budget):
+        limits = tuple(Target(limit.kind, Fraction(limit.target), is_share=False) for limit in spec.limits)
+        return WrittenBudget(limits, spec.text)
+    text = str(spec).strip()
+    targets: list[Target] = []
+    for part in text.lower().replace(" ", "").split(","):
+        target = _read_target(part)
+        if target is None:
+            raise BudgetError(f"The budget {text!r} cannot be read: {_HELP}.")
+        targets.append(target)
+    budget = WrittenBudget(tuple(targets), text)
+    if len(set(budget.kinds)) < len(budget.kinds):
+        raise BudgetError(f"The budget {text!r} limits one kind twice. (A decimal point is written as in 1.5G.)")
+    return budget
+
+
+def _read_target(part: str) -> Target | None:
+    """Read one part of a text, such as "params:2m"; None if it is no target."""
+    match = _PART.fullmatch(part)
+    if match is None:
+        return None
+    unit = match["unit"]
+    number = Fraction(match["number"])
+    kind = match["kind"] or (LATENCY if unit in _TIMES else MACS)
+    if kind not in KINDS:
+        return None
+
+    if unit == "%":
+        target = Target(kind, number / 100, is_share=True)
+    elif not unit and number <= 1 and _FRACTION.search(match["number"]):
+        target = Target(kind, number, is_share=True)
+    elif not unit and number.denominator > 1:
+        return None  # 1.5 is neither one MAC and a half, nor 150%
+    elif unit in _UNITS[kind]:
+        target = Target(kind, number * _UNITS[kind][unit], is_share=False)
+    else:
+        return None
+
+    if not 0 < target.amount < _MAX_AMOUNT:
+        return None
+    if kind == LATENCY and target.is_share and target.amount > 1:
+        return None  # no network that is measured is slower than the unpruned one
+    return target
+
+
+def limits_latency(spec: object) -> bool:
+    """True if a budget limits latency."""
+    return LATENCY in read_budget(spec).kinds
+
+
+AnySpec = TypeVar("AnySpec")
+
+
+def choose_middle(specs: Sequence[AnySpec]) -> AnySpec:
+    """The budget, of several, that the one search is for: widths for the others are then scaled least.
+
+    Budgets of the same kinds are ordered by their targets, others as they were given. Of an even number of budgets, it
+    is the one before the middle.
+    """
+
+    def kinds_of(spec: AnySpec) -> list[tuple[str, bool]]:
+        return [(target.kind, target.is_share) for target in read_budget(spec).targets]
+
+    def amounts_of(spec: AnySpec) -> list[Fraction]:
+        return [target.amount for target in read_budget(spec).targets]
+
+    ordered = list(specs)
+    if all(kinds_of(spec) == kinds_of(specs[0]) for spec in specs):
+        ordered.sort(key=amounts_of)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def show_cost(kind: str, amount: float) -> str:
+    """An amount with its unit: 121,000 macs; 8.12 ms; 65.5 kB."""
+    if kind == MEMORY:
+        return show_bytes(amount)
+    if kind == LATENCY:
+        return show_ms(amount / FS_PER_MS)
+    return f"{amount:,.0f} {kind}"
