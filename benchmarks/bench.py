@@ -32,7 +32,7 @@ from torch import nn
 
 from dmcp import Engine, SearchConfig, Supernet, TrainConfig, cut, search, trace, train, uniform
 from dmcp.cutting import padded
-from dmcp.data import images
+from dmcp.data import store
 from dmcp.data.datasets import DataSets, load
 from dmcp.data.loaders import make_loader
 from dmcp.markov import sample_groups
@@ -343,7 +343,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tf32", action=argparse.BooleanOptionalAction, default=True)
     asked = parser.parse_args(words)
     if asked.stream:
-        images.SHARE = 0.0
+        store.SHARE = 0.0
     batch, rounds = (256, 15) if asked.device.startswith("cuda") else (16, 3)
     asked.batch, asked.rounds = asked.batch or [batch], asked.rounds or rounds
     return asked

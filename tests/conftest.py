@@ -48,7 +48,7 @@ def _quick_commands(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """What commands do beside the matter is short, and what they print does not depend on how fast this machine is."""
-    monkeypatch.setattr("dmcp.data.images.CACHE", tmp_path_factory.getbasetemp() / "cache")
+    monkeypatch.setattr("dmcp.data.store.CACHE", tmp_path_factory.getbasetemp() / "cache")
     # not ten times; test_pruning calls what does that itself
     monkeypatch.setattr("dmcp.results.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
     if "figures" not in request.fixturenames:  # they take longer than the short runs of tests

@@ -17,7 +17,8 @@ from typed import command
 from dmcp.cli.config import RunConfig
 from dmcp.cli.prune import loader_pace
 from dmcp.cli.session import open_job
-from dmcp.data.datasets import DataSets, FolderSet, check_data, load, no_images, preprocessing
+from dmcp.data.datasets import DataSets, check_data, load, preprocessing
+from dmcp.data.folders import FolderSet, no_images
 from dmcp.errors import DmcpError
 
 NETWORK = ("--model", "my_small_net:build", "--data", "photos", "--batch", "4", "--device", "cpu")

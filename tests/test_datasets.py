@@ -23,7 +23,16 @@ from torchvision.transforms import v2
 from dmcp.cli.session import sized
 from dmcp.data import datasets
 from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split
-from dmcp.data.images import crop_here, crop_there, random_boxes, random_numbers, read_jpeg, read_pixels, scale
+from dmcp.data.images import (
+    ENDINGS,
+    crop_batch,
+    crop_image,
+    mean_and_std,
+    random_boxes,
+    random_numbers,
+    read_jpeg,
+    read_pixels,
+)
 from dmcp.data.loaders import fixed_order, make_loader
 from dmcp.errors import DataError
 
@@ -171,7 +180,7 @@ def test_image_folder(tmp_path: Path) -> None:
         assert torch.equal(sets.train.labels, torch.arange(3).repeat_interleave(4))
     rest, held = split(sets.train, 0.25)
     assert (len(rest), len(held)) == (9, 3) and not set(rest.paths) & set(held.paths)
-    assert IMG_EXTENSIONS == datasets._ENDINGS
+    assert IMG_EXTENSIONS == ENDINGS
 
 
 def test_names_and_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,13 +236,13 @@ def test_training_images_are_what_torchvision_makes_of_them(size: tuple[int, int
         box = [int(it) for it in (*low, *(high - low))]
         crop = v2.functional.resized_crop(Image.fromarray(image), *box, list(size), antialias=True)
         wanted.append(np.asarray(crop)[:, :: -1 if flip[1] else 1])
-    found = map(partial(crop_here, size=size), pictures, boxes)
+    found = map(partial(crop_image, crop=size), pictures, boxes)
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)) and 0 < boxes[:, 1, 4].sum() < 7
     starts = np.cumsum([0, *(it.size for it in pictures)])[:-1]
     for planar in (False, True):
         flat = torch.from_numpy(np.concatenate([(it.transpose(2, 0, 1) if planar else it).ravel() for it in pictures]))
-        images, labels = crop_there(flat, starts, sizes, boxes, np.arange(7), size, planar)
-        mean, std = scale("cpu")
+        images, labels = crop_batch(flat, starts, sizes, boxes, np.arange(7), size, planar)
+        mean, std = mean_and_std("cpu")
         levels = (images * std + mean).permute(0, 2, 3, 1) - torch.from_numpy(np.stack(wanted))
         assert levels.abs().max() < 1.01 and levels.abs().mean() < 0.4 and labels.tolist() == [*range(7)]
 

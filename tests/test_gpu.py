@@ -22,7 +22,7 @@ from torchvision.models import mobilenet_v3_small, resnet18
 import dmcp
 from dmcp.cutting import padded
 from dmcp.data.datasets import load
-from dmcp.data.images import scale
+from dmcp.data.images import mean_and_std
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
 from dmcp.runtime.batches import batches_from
@@ -203,12 +203,12 @@ def test_a_wide_network_in_batches_is_faster_where_it_is_narrow_and_its_time_is_
 @pytest.mark.parametrize("share", [0.25, 0.0], ids=["in memory", "streamed"])
 def test_image_files_are_those_of_the_cpu(share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for rounding, and for JPEGs that the GPU decodes; and twice the same, from any batch on."""
-    monkeypatch.setattr("dmcp.data.images.SHARE", share)
+    monkeypatch.setattr("dmcp.data.store.SHARE", share)
     for number, path in enumerate(write_photos(tmp_path / "pets", (9, 12), (14, 8), count=40).rglob("*.png")):
         image = Image.open(path).resize((96, 80)).convert(("RGB", "L", "CMYK", "RGB")[number % 4])
         image.save(path if number % 4 == 3 else path.with_suffix(".jpg"))
         (path.unlink if number % 4 < 3 else path.touch)()
-    part, (_, std) = load(tmp_path / "pets", size=32).train, scale("cpu")
+    part, (_, std) = load(tmp_path / "pets", size=32).train, mean_and_std("cpu")
     loaders = [make_loader(part, 16, True, 1, device) for device in ("cpu", "cuda")]
     (cpu, gpu), most = (list(batches_from(loader, 1)) for loader in loaders), 4 if share else 60
     for (x, labels), (y, others) in zip(cpu, gpu, strict=True):

@@ -217,7 +217,7 @@ def test_other_commands_and_ways_go_on_too(runs: Runs, tmp_path: Path, argv: tup
 def test_a_run_on_image_files_goes_on_in_the_middle_of_an_epoch(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmcp.data.images.SHARE", share)
+    monkeypatch.setattr("dmcp.data.store.SHARE", share)
     photos = str(write_photos(tmp_path / "pets", count=8))
     words = ("--model", "killed_net:build", "--model-args", "channels=3", "--data", photos, "--input", "3x16x16")
     argv = ("train", *words, "--batch", "4", "--save-steps", "3", "--epochs", "2", "--quiet")

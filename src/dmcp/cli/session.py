@@ -33,18 +33,8 @@ from dmcp.budgets import LATENCY, MEMORY, read_budget, show_cost
 from dmcp.cli.config import GIVEN, Request, RunConfig, needs_typing, option_word, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
-from dmcp.data.datasets import (
-    ArraySet,
-    DataSet,
-    DataSets,
-    FolderSet,
-    digest_of,
-    load,
-    no_images,
-    preprocessing,
-    some_sizes,
-    split,
-)
+from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, preprocessing, split
+from dmcp.data.folders import FolderSet, no_images, some_sizes
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.exporting.latency import LATENCY_FILE, Latency, device_name

@@ -1,0 +1,109 @@
+"""Folders of image files, one for each class: what they list, and which files are broken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dmcp.data.images import ENDINGS, Broken, Size, inspect_files
+from dmcp.errors import DataError
+
+PARTS = ("train", "val")
+_SAMPLED = 9  # files whose sizes `some_sizes` tells
+
+
+@dataclass(frozen=True, eq=False)
+class FolderSet:
+    """Image files and their labels."""
+
+    paths: tuple[str, ...]
+    labels: Tensor  # (N,) int64
+    classes: int
+    size: Size  # height and width that the model gets
+    names: tuple[str, ...] = ()  # of the classes, in the order of their numbers
+    root: str = ""  # folder that `train/` and `val/` are in
+    whole: tuple[str, ...] = ()  # all paths of the part that these are taken from; empty: these are all
+    channels: int = 3  # or 1: grey
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one image as the model gets it: channels, height, width."""
+        return self.channels, *self.size
+
+    def subset(self, indices: Tensor) -> FolderSet:
+        """Take the files at these indices."""
+        return replace(
+            self,
+            paths=tuple(self.paths[index] for index in indices.tolist()),
+            labels=self.labels[indices],
+            whole=self.whole or self.paths,
+        )
+
+
+def list_part(root: Path, part: str, size: Size) -> FolderSet:
+    """List the files of `train/` or `val/` in the order of torchvision, but without hidden ones."""
+    folder = root / part
+    paths: list[str] = []
+    labels: list[int] = []
+    try:
+        entries = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
+        names = tuple(sorted(entry.name for entry in entries))
+        if not names:
+            raise FileNotFoundError(f"no class folders in {folder}")
+        for label, name in enumerate(names):
+            for subfolder, files in sorted(_walk(folder / name)):
+                paths += [os.path.join(subfolder, file) for file in sorted(files)]
+                labels += [label] * len(files)
+    except OSError as error:
+        needs = "needs train/ and val/ with one folder of images per class, or train-*.npz and test-*.npz"
+        raise DataError(f"{root} {needs} ({str(error).splitlines()[0]}).") from error
+    return FolderSet(tuple(paths), torch.tensor(labels, dtype=torch.int64), len(names), size, names, str(root))
+
+
+def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield folders and the images in them, following links, without hidden ones such as ._1.png of macOS."""
+    for root, folders, files in os.walk(top, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            link = os.path.join(root, name)
+            if os.path.islink(link):
+                _refuse_loop(link, Path(root))
+        yield root, [name for name in files if name.lower().endswith(ENDINGS) and not name.startswith(".")]
+
+
+def _refuse_loop(link: str, folder: Path) -> None:
+    """Refuse a link, in this folder, to a folder that it is itself in."""
+    target = os.path.realpath(link)
+    for parent in (folder, *folder.parents):
+        if Path(os.path.realpath(parent)).is_relative_to(target):
+            raise DataError(f"{link} links to a folder that contains it. Remove this link.")
+
+
+def wrong_classes(train: FolderSet, test: FolderSet) -> list[str]:
+    """Return the folders of classes in train/ and val/ that hold no images or do not exist."""
+    names = {*train.names, *test.names}
+    folders: list[str] = []
+    for part, files in zip(PARTS, (train, test), strict=True):
+        with_images = {files.names[label] for label in set(files.labels.tolist())}
+        folders += [os.path.join(files.root, part, name) for name in sorted(names - with_images)]
+    return folders
+
+
+def some_sizes(dataset: FolderSet) -> list[Size]:
+    """Return the heights and widths of a few files, sorted; broken ones are left out, and reported elsewhere."""
+    every = -(-len(dataset) // _SAMPLED)
+    sizes = inspect_files(dataset.paths[::every], whole=False)
+    return sorted(size for size in sizes if not isinstance(size, Broken))
+
+
+def no_images(dataset: FolderSet) -> list[Broken]:
+    """Return the files that do not begin as images do, such as empty ones. Files that are cut off are not noticed."""
+    return [file for file in inspect_files(dataset.paths, whole=False) if isinstance(file, Broken)]
