@@ -118,13 +118,13 @@ def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> N
     assert "2 training and 1 test image could not be read" in (here / "one" / "report.md").read_text()
     listed = json.loads((here / "one" / "replaced.json").read_text())
     assert listed["test"] == ["photos/val/dog/3.png"] and len(listed["train"]) == 2
-    code, out, err = run(capsys, "evaluate", "one", "--corrupt", "skip", "--device", "cpu", "--json")
+    code, out, err = run(capsys, "evaluate", "one", *NETWORK[:2], "--corrupt", "skip", "--device", "cpu", "--json")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 0, "test": 1}, err
     for name in ("train/cat/1", "train/dog/2"):
         shutil.copy(photos / "train" / "cat" / "0.png", photos / f"{name}.png")
     code, _, err = run(capsys, *TRAIN, "--out", "two")
     assert code == 2 and "dmcp train --resume two" in err
-    code, out, err = run(capsys, "train", "--resume", "two", "--corrupt", "skip", "--quiet", "--json")
+    code, out, err = run(capsys, "train", "--resume", "two", *NETWORK[:2], "--corrupt", "skip", "--quiet", "--json")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 0, "test": 1}, err
 
 
