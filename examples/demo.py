@@ -14,7 +14,8 @@ import torch
 
 from dmcp.cli.main import main
 from dmcp.report.html import summary
-from dmcp.runs.folder import free_folder, read_run
+from dmcp.runs.reading import read_run
+from dmcp.runs.writing import free_folder
 
 PRUNE = (
     "prune --model digits:resnet --model-args width=48 --data digits --budget 50% --align 16 --baselines --device cpu "

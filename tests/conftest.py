@@ -52,7 +52,7 @@ def _quick_commands(
     # not ten times; test_pruning calls what does that itself
     monkeypatch.setattr("dmcp.results.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
     if "figures" not in request.fixturenames:  # they take longer than the short runs of tests
-        monkeypatch.setattr("dmcp.runs.folder.draw_all", lambda *_, **__: [])
+        monkeypatch.setattr("dmcp.report.finish.draw_all", lambda *_, **__: [])
     # hundreds of tests type commands for the same small networks: tracing them anew would be most of the time
     monkeypatch.setattr("dmcp.cli.session.trace", _trace_once)
 

@@ -12,7 +12,8 @@ import pytest
 from dmcp.cli.config import RECIPES, Request, RunConfig, find_recipe, make_config, settle
 from dmcp.cli.session import build, trace_job
 from dmcp.errors import DmcpError, TrainingError
-from dmcp.runs.folder import SETTINGS, Run
+from dmcp.runs.files import SETTINGS
+from dmcp.runs.writing import Run
 from dmcp.searching.budget import check_reachable, parse_budget
 from dmcp.searching.records import extremes
 from dmcp.searching.supernet import Supernet

@@ -17,7 +17,8 @@ from typed import command
 
 from dmcp.cli import main
 from dmcp.models import build
-from dmcp.runs import folder as runs
+from dmcp.report import finish
+from dmcp.runs.writing import Run
 from dmcp.tracing.trace import trace
 from dmcp.training.loop import Event
 
@@ -172,7 +173,7 @@ def write_files(here: Path) -> None:
     (here / "other-widths.json").write_text(json.dumps(trace(net, torch.zeros(2, 1, 8, 8)).full.to_json()))
 
 
-def log_and_die(run: runs.Run, event: Event, log: Callable[[runs.Run, Event], None] = runs.Run.on_event) -> None:
+def log_and_die(run: Run, event: Event, log: Callable[[Run, Event], None] = Run.on_event) -> None:
     log(run, event)
     raise KeyboardInterrupt
 
@@ -180,9 +181,9 @@ def log_and_die(run: runs.Run, event: Event, log: Callable[[runs.Run, Event], No
 def write_runs(here: Path) -> None:
     """A finished run, one that was killed in its search, and copies with damage."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "draw_all", lambda *_, **__: [])  # figures take longer than such a run
+        patch.setattr(finish, "draw_all", lambda *_, **__: [])  # figures take longer than such a run
         assert command(*PRUNE.split(), "--out", "run") == 0
-        patch.setattr(runs.Run, "on_event", log_and_die)
+        patch.setattr(Run, "on_event", log_and_die)
         assert command(*PRUNE.split(), "--out", "half") == 130
     for name in ("damaged", "edited", "foreign", "moved"):
         shutil.copytree("run", name)

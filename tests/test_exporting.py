@@ -21,7 +21,7 @@ from dmcp.data.datasets import load, preprocessing
 from dmcp.data.loaders import make_loader
 from dmcp.exporting import export as exporting
 from dmcp.models import build
-from dmcp.runs.folder import read_run
+from dmcp.runs.reading import read_run
 
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet --out"
 HOW = {"mean": [0.5], "std": [2.0], "classes": ["cat", "Käse"]}
@@ -236,7 +236,8 @@ def test_the_command_tests_an_int8_file(run: Path, capsys: Capture) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["file"] == str(run / "model.int8.onnx")
     int8, exact, full = (facts["files"][name] for name in ("int8", "float32", "unpruned"))
-    assert (read_run(run).exported or ())[:2] == (full["ms"], exact["ms"])  # what the page shows
+    times = read_run(run).exported  # what the page shows
+    assert times is not None and (times.unpruned_ms, times.pruned_ms) == (full["ms"], exact["ms"])
     assert int8["bytes"] < 0.5 * exact["bytes"] < full["bytes"]
     network, _ = reader(run / "model.int8.onnx")
     right = [(network(x).argmax(1) == y).float() for x, y in make_loader(load("digits").test, 50, train=False)]

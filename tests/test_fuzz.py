@@ -32,7 +32,10 @@ from dmcp.cli.session import load_weights
 from dmcp.data import datasets
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
-from dmcp.runs.folder import Run, list_runs, load_search, read_json, read_run, save_search
+from dmcp.runs.files import read_json
+from dmcp.runs.reading import list_runs, read_run
+from dmcp.runs.saved_search import load_search, save_search
+from dmcp.runs.writing import Run
 from dmcp.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.records import SearchRecord, SearchResult

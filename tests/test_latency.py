@@ -28,7 +28,7 @@ from dmcp.exporting.latency import Latency
 from dmcp.markov import CHAIN
 from dmcp.models import build
 from dmcp.report.html import make_page
-from dmcp.runs.folder import read_run
+from dmcp.runs.reading import read_run
 from dmcp.runtime.io import record_hash
 from dmcp.searching.budget import check_reachable, costs, parse_budget
 from dmcp.searching.records import SearchResult

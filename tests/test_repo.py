@@ -44,7 +44,7 @@ def test_the_wheel_has_every_file_of_the_package() -> None:
 
 def committed() -> Iterator[Path]:
     """Text files of the tree, less what .gitignore names."""
-    lines = [line for line in (ROOT / ".gitignore").read_text().split() if not line.startswith("#")]
+    lines = [line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#")]
     ignored = {line.strip("/") for line in lines if not line.startswith("/")} | {".git"}
     tops = ignored | {line.strip("/") for line in lines}
     for top in sorted(ROOT.iterdir()):

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 from dmcp.cli.main import app
 from dmcp.markov import INDEPENDENT
 from dmcp.report import figures
+from dmcp.report.finish import finish
 from dmcp.report.html import make_page
-from dmcp.runs.folder import Run, read_run
+from dmcp.runs.reading import read_run
+from dmcp.runs.writing import Run
 from dmcp.searching.sampling import expected
 
 EVIL = "<img src=x onerror=alert(1)>\"'&$\\x\x1b[31m"
@@ -62,7 +64,7 @@ def test_the_page_of_a_real_run(tmp_path: Path) -> None:
     run.write("settings.json", SETTINGS | {"unpruned": {"widths": dict(result.graph.full)}})
     for event in events:
         run.on_event(event)
-    run.finish(result)
+    finish(run, result)
     page = Page(make_page([read_run(run.folder)]))
     assert len(page.all("svg")) == 5
     row, other = result.rows[-1], result.rows[0]

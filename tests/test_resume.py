@@ -29,7 +29,8 @@ from typed import command
 import dmcp
 from dmcp.cli.session import _start
 from dmcp.models import rebuild
-from dmcp.runs.folder import Run, read_run
+from dmcp.runs.reading import read_run
+from dmcp.runs.writing import Run
 from dmcp.runtime.io import LOCK, Lock
 
 NET = """

@@ -23,7 +23,7 @@ from dmcp.compare.runner import Comparison, OneRun, PlannedRun, Protocol, begin,
 from dmcp.compare.table import write_table
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
-from dmcp.runs.folder import Run
+from dmcp.runs.writing import Run
 from dmcp.runtime.io import Lock
 from dmcp.settings import TrainConfig
 from dmcp.training.loop import Runtime

@@ -23,7 +23,10 @@ from dmcp.cli.config import RunConfig
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.pruning import PruneResult
-from dmcp.runs.folder import Run, free_folder, list_runs, read_run, read_runs, save_search
+from dmcp.report.finish import finish
+from dmcp.runs.reading import list_runs, read_run, read_runs
+from dmcp.runs.saved_search import save_search
+from dmcp.runs.writing import Run, free_folder
 from dmcp.runtime.io import Lock
 from dmcp.settings import SearchConfig
 from dmcp.training.loop import Event
@@ -103,7 +106,7 @@ def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
     for event in events:
         run.on_event(event)
     assert state(run.folder) == "stopped"
-    run.finish(result)
+    finish(run, result)
     names = {path.name for path in run.folder.iterdir()}
     assert names >= FILES and not [name for name in names if name.startswith(".")]  # nothing half written
     report = (run.folder / "report.md").read_text()

@@ -20,7 +20,8 @@ from typed import command as typed
 from dmcp.cli import prune
 from dmcp.cli.prune import Command, run_side_by_side, summarize, summary_table
 from dmcp.results import DMCP, UNPRUNED, Row
-from dmcp.runs.folder import LOG, SETTINGS, Run
+from dmcp.runs.files import LOG, SETTINGS
+from dmcp.runs.writing import Run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

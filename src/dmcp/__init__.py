@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dmcp.exporting.export import export, quantize
     from dmcp.exporting.latency import Latency, measure_latency
     from dmcp.pruning import Loaders, PruneResult, prune
-    from dmcp.runs.folder import load_search
+    from dmcp.runs.saved_search import load_search
     from dmcp.runs.storage import load, save
     from dmcp.runtime.checkpoint import Checkpointer
     from dmcp.searching.budget import parse_budget
@@ -79,7 +79,7 @@ _NAMES = {  # module -> what it gives
     "exporting.export": "export quantize",
     "exporting.latency": "Latency measure_latency",
     "pruning": "Loaders PruneResult prune",
-    "runs.folder": "load_search",
+    "runs.saved_search": "load_search",
     "runs.storage": "load save",
     "runtime.checkpoint": "Checkpointer",
     "searching.budget": "parse_budget",

@@ -20,7 +20,7 @@ from dmcp.compare.table import COMMANDS, PAGE, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.exporting.export import blaming
 from dmcp.models import argument
-from dmcp.runs.folder import Run, slug
+from dmcp.runs.writing import Run, slug
 from dmcp.runtime.io import Lock, is_locked
 from dmcp.settings import Retrain
 from dmcp.units import table

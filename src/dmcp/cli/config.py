@@ -76,7 +76,7 @@ _PARTS: dict[str, Any] = {"": RunConfig, "train": TrainConfig, "search": SearchC
 
 def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
     """All that the settings of a run say, and its tree; FileError where they are not of this version."""
-    from dmcp.runs.folder import SETTINGS, is_run, read_json  # imports torch
+    from dmcp.runs.files import SETTINGS, is_run, read_json  # imports torch
     from dmcp.runtime.io import from_plain, quote
 
     if not is_run(run):

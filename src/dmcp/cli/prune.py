@@ -30,10 +30,13 @@ from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.errors import DmcpError
 from dmcp.exporting.export import wait
 from dmcp.exporting.latency import LATENCY_FILE, Latency, attach_latency
+from dmcp.report.finish import finish
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
-from dmcp.runs.folder import REPORT, Run, is_run, read_run, read_widths
+from dmcp.runs.files import REPORT, is_run
+from dmcp.runs.reading import read_run, read_widths
 from dmcp.runs.storage import save
+from dmcp.runs.writing import Run
 from dmcp.runtime import progress
 from dmcp.runtime.batches import core_count, device_of, generator
 from dmcp.runtime.io import plain
@@ -82,7 +85,7 @@ def prune(config: RunConfig, request: Request) -> None:
         replaced = here.replaced()
         if not here.world.first:
             return
-        log(*here.run.finish(result, describe_replaced(replaced)))
+        log(*finish(here.run, result, describe_replaced(replaced)))
     results = result.front or {"": result}
     if request.as_json:
         plain = {name: _facts(here.run.folder / name, own, replaced) for name, own in results.items()}

@@ -41,19 +41,8 @@ from dmcp.exporting.latency import LATENCY_FILE, Latency, device_name
 from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
-from dmcp.runs.folder import (
-    INPUT,
-    LOG,
-    REPLACED,
-    SETTINGS,
-    START,
-    STARTS,
-    Run,
-    free_folder,
-    read_json,
-    refuse_taken,
-    slug,
-)
+from dmcp.runs.files import INPUT, LOG, REPLACED, SETTINGS, STARTS, read_json
+from dmcp.runs.writing import START, Run, free_folder, refuse_taken, slug
 from dmcp.runtime import progress
 from dmcp.runtime.batches import FewBatches, Loader, device_of, generator
 from dmcp.runtime.checkpoint import Checkpointer, digest

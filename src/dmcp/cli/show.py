@@ -26,19 +26,11 @@ from dmcp.exporting.latency import measure_latency
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import compare, results_table, score
-from dmcp.runs.folder import (
-    EXPORTED,
-    INPUT,
-    SEARCH,
-    Run,
-    list_runs,
-    load_search,
-    read_json,
-    read_run,
-    read_runs,
-    read_widths,
-)
-from dmcp.runs.storage import WIDTHS, load
+from dmcp.runs.files import EXPORTED, INPUT, SEARCH, WIDTHS, read_json
+from dmcp.runs.reading import list_runs, read_run, read_runs, read_widths
+from dmcp.runs.saved_search import load_search
+from dmcp.runs.storage import load
+from dmcp.runs.writing import Run
 from dmcp.runtime import progress
 from dmcp.runtime.batches import Loader, generator
 from dmcp.runtime.io import plain

@@ -29,8 +29,9 @@ from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.exporting.export import blaming
 from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, compare
 from dmcp.retraining import Retraining, catch_up, train_all
-from dmcp.runs.folder import CHECKPOINTS, PREPARED, SETTINGS, Run, read_json
+from dmcp.runs.files import CHECKPOINTS, PREPARED, SETTINGS, read_json
 from dmcp.runs.storage import load, save
+from dmcp.runs.writing import Run
 from dmcp.runtime.batches import device_of
 from dmcp.runtime.checkpoint import DONE, State
 from dmcp.runtime.distributed import current

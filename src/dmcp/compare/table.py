@@ -14,7 +14,8 @@ from dmcp.compare.runner import RESULT, SAME, Result, check_alike, is_done, plai
 from dmcp.errors import FileError
 from dmcp.exporting.export import blaming
 from dmcp.results import UNIFORM, UNPRUNED, Row
-from dmcp.runs.folder import Run, read_json
+from dmcp.runs.files import read_json
+from dmcp.runs.writing import Run
 from dmcp.runtime.io import MOST_JSON, from_plain, read_bytes
 from dmcp.units import between, counted, spread, table
 

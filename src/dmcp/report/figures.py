@@ -55,7 +55,7 @@ def _style() -> Iterator[None]:
         yield
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     """Write the figure as SVG, black on white; the same figure gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_svg(figure, "dmcp", transparent=False), encoding="utf-8")
@@ -90,7 +90,7 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
         "cost": cost_over_time(result.log, names, result.tolerance),
         "widths": widths_per_space(rows, f"Width of each space: {before} MACs before, {after} after"),
     }
-    return [save(figure, Path(folder) / f"{name}.svg") for name, figure in figures.items()]
+    return [save_figure(figure, Path(folder) / f"{name}.svg") for name, figure in figures.items()]
 
 
 @_style()

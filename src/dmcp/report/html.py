@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dmcp.report import figures
 from dmcp.results import ACCURACY, DMCP, ORIGINAL, UNPRUNED, Row, against, error_of, score, score_name, unknown
-from dmcp.runs.folder import PastRun, value_at
-from dmcp.runs.storage import WEIGHTS
+from dmcp.runs.files import WEIGHTS
+from dmcp.runs.reading import PastRun, value_at
 from dmcp.runtime.io import plain
 from dmcp.units import show_bytes
 
@@ -117,7 +117,10 @@ def _tiles(run: PastRun) -> Iterator[tuple[str, str, str]]:
         yield f"{score_name([row])}, {row.name}", _score(row), gaps.replace("-", "\N{MINUS SIGN}")
         times = {it.name: it.ms for it in run.rows if it.batch and it is not row}
         in_torch = times.get(UNPRUNED) or times.get(ORIGINAL), row.ms, f"for {row.batch} samples in torch"
-        before, ms, what = run.exported or in_torch
+        before, ms, what = in_torch
+        if run.exported:
+            before, ms = run.exported.unpruned_ms, run.exported.pruned_ms
+            what = f"a sample in {run.exported.runtime}"
         if before and ms:
             yield "Speed", f"{before / ms:.2f} ×", f"{ms:.3g} ms {what}, before {before:.3g} ms"
         weights = run.folder / WEIGHTS

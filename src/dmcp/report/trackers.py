@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from dmcp.errors import DmcpError
 from dmcp.results import Row
-from dmcp.runs.folder import Run, read_json
+from dmcp.runs.files import read_json
+from dmcp.runs.writing import Run
 from dmcp.searching.records import SearchRecord
 from dmcp.training.loop import Event, StepRecord
 

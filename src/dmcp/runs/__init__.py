@@ -1,1 +1,1 @@
-"""Folders of runs: what is saved, written and read."""
+"""A run is a folder: files are written whole or not at all, only logs grow, and reading trusts nothing."""

@@ -18,6 +18,7 @@ from dmcp import models
 from dmcp.arguments import checked
 from dmcp.cutting import named_tensors
 from dmcp.errors import DmcpError, FileError, WidthsError
+from dmcp.runs.files import SETTINGS, WEIGHTS, WIDTHS
 from dmcp.runtime.io import (
     MOST_JSON,
     parse_json,
@@ -32,8 +33,6 @@ from dmcp.tracing.modules import narrow, unwrap
 from dmcp.tracing.widths import Widths, fingerprint
 
 FORMAT = "torch-dmcp 1"
-WEIGHTS, WIDTHS = "model.safetensors", "widths.json"
-SETTINGS = "settings.json"  # of a run: how its network is built
 _MAX_EXTRA = 2**30  # bytes of weights beyond those of the model, for a head with more classes
 
 

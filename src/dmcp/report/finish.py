@@ -1,0 +1,144 @@
+"""The end of a run: writes network, figures and report of a finished `prune` into the run's folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from urllib.parse import quote as quote_url
+
+from dmcp.budgets import LATENCY, show_cost
+from dmcp.exporting.latency import LATENCY_FILE
+from dmcp.pruning import PruneResult
+from dmcp.report.figures import accuracy_over_cost, draw_all, save_figure
+from dmcp.results import ACCURACY, error_of, results_table
+from dmcp.runs.files import INPUT, LOG, OUTCOME, REPORT, SETTINGS, read_json
+from dmcp.runs.saved_search import save_search
+from dmcp.runs.storage import save
+from dmcp.runs.writing import Run
+from dmcp.runtime.io import MOST_JSON, read_bytes
+from dmcp.searching.budget import costs
+from dmcp.searching.records import expected_shares
+from dmcp.training.loop import Event
+
+_FRONT = "front.svg"
+
+
+def finish(run: Run, result: PruneResult, notes: Sequence[str] = ()) -> list[str]:
+    """Write the network, the figures and the report with these notes; return warnings of diverged trainings."""
+    if result.front:
+        return _finish_budgets(run, result, notes)
+    save(result.model, result.widths, run.folder)
+    if result.latency is not None:
+        run.write(OUTCOME, asdict(result.latency))
+    figures: list[Path] = []
+    if result.search is not None:
+        figures = draw_all(result.search, result.widths, run.folder)
+    warnings = run.divergences(row.name for row in result.rows)
+    run.write(REPORT, _report(result, [*warnings, *notes], figures))
+    run.close()
+    return warnings
+
+
+def _finish_budgets(run: Run, result: PruneResult, notes: Sequence[str]) -> list[str]:
+    """Like `finish`, for several budgets: a run folder for the network of each, one table and one chart."""
+    warnings: list[str] = []
+    for name, budget_result in result.front.items():
+        part = _write_budget(run, name, budget_result)
+        warnings += [f"{name}: {warning}" for warning in finish(part, budget_result, notes)]
+    figures: list[Path] = []
+    if result.rows[0].score == ACCURACY:  # the axis has shares
+        figures.append(save_figure(accuracy_over_cost(_points(result)), run.folder / _FRONT))
+    run.write(REPORT, _report_of_budgets(result, [*warnings, *notes], figures))
+    run.close()
+    return warnings
+
+
+def _write_budget(run: Run, name: str, result: PruneResult) -> Run:
+    """Write what one of several budgets shares with the others into a folder of its own: as if run for it alone."""
+    part = Run(run.folder / name)
+    shutil.rmtree(part.folder, ignore_errors=True)  # half of one, before an interruption
+    part.folder.mkdir()
+
+    settings = read_json(run.folder / SETTINGS)
+    search_settings = settings["search"] | {"budget": result.budget.text}
+    part.write(SETTINGS, settings | {"budgets": [], "search": search_settings})
+    for path in (run.folder / INPUT, run.folder / LATENCY_FILE):
+        if path.exists():
+            part.write(path.name, read_bytes(path, MOST_JSON))
+
+    # The log of the search, of the trainings of these networks, and of their tests.
+    records = []
+    if result.search is not None:
+        records += [{"stage": "search"} | asdict(step) for step in result.search.log]
+    for row in result.rows:
+        steps = run.records(f"{row.name} {name}") or run.records(row.name)
+        records += [{"stage": row.name} | step for step in steps]
+    part.write(LOG, "".join(f"{json.dumps(record)}\n" for record in records))
+    for row in result.rows:
+        part.on_event(Event("test", 0, row))
+
+    if result.search is not None:
+        save_search(result.search, part.folder)
+    return part
+
+
+def _points(result: PruneResult) -> list[tuple[str, str, int, float, float]]:
+    """The networks of several budgets as points of a chart; a baseline that all budgets share has no text."""
+    points = []
+    for row in result.rows:
+        kind, text = row.name, ""
+        name, _, budget = row.name.rpartition(" ")
+        if budget in result.front:
+            kind, text = name, budget
+        points.append((kind, text, row.macs, row.accuracy, error_of(row) or 0.0))
+    return points
+
+
+# the text
+
+
+def _report(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path]) -> str:
+    """The result for one budget as Markdown."""
+    budget = result.budget
+    lines = [f"# {type(result.model).__name__}, budget {budget.text}", ""]
+
+    # What the network costs, and what the budget allows.
+    spent = costs(result.graph, result.widths)
+    for limit in budget.limits:
+        if limit.kind != LATENCY:
+            used = show_cost(limit.kind, spent[limit.kind])
+            allowed = show_cost(limit.kind, limit.target)
+            lines.append(f"- {limit.kind}: {used} of {allowed} allowed ({spent[limit.kind] / limit.target:.1%})")
+    if result.latency is not None:
+        lines.append(f"- {result.latency.text}")
+    if result.search is not None:
+        shares = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
+        lines.append(f"- expected cost at the end of the search, before sampling: {shares} of the budget")
+
+    if result.latency is not None and result.latency.warning:
+        lines.append(f"- **{result.latency.warning}**")
+    lines += [f"- **{warning}**" for warning in warnings]
+
+    lines += ["", results_table(result.rows, result.graph, result.origin), ""]
+    lines += ["| space | channels | kept |", "|---|---:|---:|"]
+    lines += [f"| {space.name} | {space.size} | {result.widths[space.name]} |" for space in result.graph.spaces]
+    lines += [""]
+    lines += [f"![{path.stem}]({path.name})\n" for path in figures]
+    lines += [f"The settings are in {SETTINGS}, every step in {LOG}.", ""]
+    return "\n".join(lines)
+
+
+def _report_of_budgets(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path]) -> str:
+    """The results for several budgets as Markdown, with links to the report of each."""
+    budgets = ", ".join(part.budget.text for part in result.front.values())
+    lines = [f"# {type(result.model).__name__}, budgets {budgets}", ""]
+    lines += [f"- **{warning}**" for warning in warnings]
+    lines += ["", results_table(result.rows, result.graph, result.origin), ""]
+    lines += [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front]
+    lines += [""]
+    lines += [f"![{path.stem}]({path.name})" for path in figures]
+    lines += [""]
+    return "\n".join(lines)
