@@ -1,1 +1,1 @@
-"""Every model of TRACING.md's table through one contract: python -m zoo."""
+"""Every model of the zoo's table through one contract: python -m zoo."""

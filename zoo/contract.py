@@ -35,11 +35,13 @@ LARGE_PARAMS = 100_000_000  # larger models are run with two images instead of t
 
 
 class Shortfall(Enum):
-    """Why there is less to prune than TRACING.md found, in the words of the page."""
+    """Why there is less to prune than the tracing study found, in the words of the page."""
 
     NORMS = "LayerNorm or GroupNorm mixes the channels of a space: unprunable, unless `exact=False`"
     STANDARDIZATION = "Weights are standardized over the channels of a space: unprunable"
-    TOTAL = "As many spaces as TRACING.md found, or more; the total that the share is taken of is the flop counter's"
+    TOTAL = (
+        "As many spaces as the tracing study found, or more; the total that the share is taken of is the flop counter's"
+    )
     OTHER = "Other reasons"
 
 
@@ -69,7 +71,7 @@ class Result:
     train: str = ""  # ok, not tried, or why the cut network does not run in train mode
 
     def shortfall(self, entry: Entry) -> Shortfall | None:
-        """Why more than a point of the prunable share that TRACING.md found is missing, if it is."""
+        """Why more than a point of the prunable share that the tracing study found is missing, if it is."""
         least = (entry.share - 1) / 100
         if self.seconds is None or self.share >= least:
             return None

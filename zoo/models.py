@@ -1,4 +1,4 @@
-"""The models of the zoo: how each is built, at which resolution it is run, and what TRACING.md measured on it.
+"""The models of the zoo: how each is built, at which resolution it is run, and what the tracing study measured on it.
 
 The three full detectors of that table are left out: they choose boxes by value, so they have no numeric check.
 """
@@ -20,7 +20,7 @@ class Entry:
 
     name: str  # family:model
     px: int  # height and width of the input
-    spaces: int  # prunable spaces after replay, in TRACING.md, section 10; LayerNorm makes none unprunable there
+    spaces: int  # prunable spaces after replay, in the tracing study, section 10; LayerNorm makes none unprunable there
     share: int  # prunable share of the MACs in percent, from the column "prunable MAC %" of the same table
     params: int  # parameters, unpruned
 
@@ -71,7 +71,7 @@ def find(name: str) -> Entry:
     return next(entry for entry in ENTRIES if entry.name == name)
 
 
-# name, px, spaces and prunable share in percent (TRACING.md, section 10), parameters
+# name, px, spaces and prunable share in percent (the tracing study, section 10), parameters
 _TABLE = """
 tv:alexnet                                      96    7  100   61100840
 tv:convnext_base                                96   40  100   88591464

@@ -85,8 +85,8 @@ def _not_correct(rows: Iterable[Row]) -> str:
 
 
 def _below(rows: Sequence[Row]) -> str:
-    """Models with less to prune than TRACING.md found, by the reason."""
-    parts = ["## Prunable share more than a point below TRACING.md's"]
+    """Models with less to prune than the tracing study found, by the reason."""
+    parts = ["## Prunable share more than a point below the tracing study's"]
     for kind in Shortfall:
         lines = [
             f"* {entry.name}: {_percent(result.share)} instead of {entry.share} %, {result.spaces} spaces instead of"
@@ -132,13 +132,13 @@ def _models(rows: Iterable[Row], peers: Mapping[str, str]) -> str:
 
 
 def _cells(entry: Entry, result: Result) -> dict[str, str]:
-    """One row of the last table; in brackets what TRACING.md found."""
+    """One row of the last table; in brackets what the tracing study found."""
     return {
         "model": entry.name,
         "px": str(entry.px),
         "params M": f"{entry.params / 1e6:.1f}",
-        "spaces (TRACING.md)": f"{result.spaces} ({entry.spaces})",
-        "prunable % (TRACING.md)": f"{100 * result.share:.1f} ({entry.share})",
+        "spaces (study)": f"{result.spaces} ({entry.spaces})",
+        "prunable % (study)": f"{100 * result.share:.1f} ({entry.share})",
         "MACs left %": f"{100 * result.macs[1] / result.macs[0]:.0f}" if result.macs[0] else "-",
         "error": _number(result.error, ".0e"),
         "effect": _number(result.effect, ".2f"),
