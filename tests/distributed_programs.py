@@ -282,4 +282,5 @@ def start(rank: int, world_size: int, port: int, text: Path, program: str, *argu
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "The search did not arrive")  # these searches take a few steps
     globals()[program](*arguments)

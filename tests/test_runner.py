@@ -15,7 +15,7 @@ from test_resume import Killed
 from torch import nn
 from typed import command
 
-from dmcp.cli import prune
+from dmcp.cli import prune, session
 from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job, open_job
 from dmcp.compare import runner
@@ -308,6 +308,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return {it.name: f"exit code {code}" for it in commands if (code := command(*it.words))}
 
     monkeypatch.setattr(prune, "run_side_by_side", run_here)
+    monkeypatch.setenv(session.CHILD, "1")  # as processes have that dmcp compare starts
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
