@@ -31,7 +31,6 @@ import torch
 from torch import nn
 
 from dmcp import Engine, SearchConfig, Supernet, TrainConfig, cut, search, trace, train, uniform
-from dmcp.cutting import padded
 from dmcp.data import store
 from dmcp.data.datasets import DataSets, load
 from dmcp.data.loaders import make_loader
@@ -198,16 +197,14 @@ def measure_steps(network: Network) -> Row:
 
 
 def measure_pruned(network: Network, budget: str) -> Row:
-    """A training step of the network, of its cut to uniform widths, and of that padded to multiples of 8."""
+    """A training step of the network, and of its cut to uniform widths."""
     model, widths = network.fresh(), uniform(network.graph, budget)
     small = cut(model, network.graph, widths)
-    twin = padded(small, model, network.graph, widths)
-    nets = {"whole_ms": model, "pruned_ms": small} | ({"padded_ms": twin.wide} if twin else {})
-    times = Row.fromkeys(("whole_ms", "pruned_ms", "padded_ms"))  # padded: None where all are multiples of 8 already
-    for part, net in nets.items():
+    times: Row = {}
+    for name, net in {"whole_ms": model, "pruned_ms": small}.items():
         resolved = network.resolve(net)
         free_memory(network.device, resolved.compile)
-        times[part] = time_training(net, network.images(resolved), resolved, network.asked.rounds)[1]
+        times[name] = time_training(net, network.images(resolved), resolved, network.asked.rounds)[1]
     return network.row(budget=budget, macs=network.graph.macs(widths), **times)
 
 

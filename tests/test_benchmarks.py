@@ -33,7 +33,7 @@ def test_a_second_a_pass(tmp_path: Path) -> None:
     step, small, epoch, sample = (found[kind][0] for kind in ("steps", "pruned", "epochs", "sampling"))
     times = {"plain_ms": 1000, "stage1_ms": 4000, "stage2_ms": 1000, "search_ms": 5000, "first_s": 6, "search_ratio": 5}
     assert {name: step[name] for name in times} == pytest.approx(times)  # stage 1: largest, smallest, two random ones
-    assert [small[name] for name in ("whole_ms", "pruned_ms", "padded_ms")] == pytest.approx([1000] * 3)
+    assert [small[name] for name in ("whole_ms", "pruned_ms")] == pytest.approx([1000] * 2)
     assert [epoch[name] for name in ("steps", "train_s", "warmup_s", "search_s")] == pytest.approx([2, 2, 8, 10])
     waits = [epoch[name] for name in ("loader_s", "train_waits_ms", "search_waits_ms")]
     assert waits == pytest.approx([0] * 3, abs=1e-3) and epoch["held"].endswith("nothing")

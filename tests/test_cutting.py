@@ -1,10 +1,8 @@
-"""cut, verify, reinitialize and padding; that the cut network computes the right thing is in test_invariants.py."""
+"""cut, verify and reinitialize; that the cut network computes the right thing is in test_invariants.py."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.cutting import padded
-from dmcp.models import build
 
 
 class Odd(nn.Module):
@@ -95,52 +91,3 @@ def test_reinitialize_follows_the_rules_at_the_cut_shape() -> None:
 
 
 SHORT = dmcp.TrainConfig(epochs=2, lr=0.1, warmup_lr=0.1, warmup_epochs=0, reference_batch=None, weight_decay=1e-2)
-
-
-class Gated(nn.Module):
-    """Squeeze and excitation, activations that are not zero at zero, a concatenation and a grouped layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Conv2d(1, 20, 3), nn.Conv2d(1, 12, 3)
-        self.norm = nn.BatchNorm2d(20)
-        self.squeeze, self.excite = nn.Conv2d(20, 10, 1), nn.Conv2d(10, 20, 1)
-        self.alone = nn.Conv2d(32, 32, 3, groups=32)
-        self.last = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left = torch.sigmoid(self.norm(self.left(x)))
-        gate = torch.sigmoid(self.excite(torch.cos(self.squeeze(left.mean((2, 3), keepdim=True)))))
-        both = torch.cat([left * gate, nn.functional.softplus(self.right(x))], dim=1)
-        return self.last(torch.sigmoid(self.alone(both)).mean((2, 3)))
-
-
-def odd_case(make: Callable[[], nn.Module]) -> tuple[nn.Module, Any, Any, Any]:
-    """A model in float64, its graph, widths that are multiples of nothing, and the cut network with new weights."""
-    torch.manual_seed(0)
-    net = make().double()
-    graph = dmcp.trace(net, torch.randn(2, 1, 8, 8, dtype=torch.float64))
-    widths = graph.widths([max(1, space.size // 2 - 1 + number % 3) for number, space in enumerate(graph.spaces)])
-    small = dmcp.cut(net, graph, widths)
-    dmcp.reinitialize(small, generator=torch.Generator().manual_seed(1))
-    return net, graph, widths, small
-
-
-@pytest.mark.parametrize("make", [lambda: build("digits:resnet"), Gated], ids=["resnet", "gated"])
-def test_a_padded_network_learns_the_same(make: Callable[[], nn.Module]) -> None:
-    net, graph, widths, inside = odd_case(make)
-    next(inside.train().parameters()).requires_grad_(False)  # modes and frozen parameters are those of the cut network
-    next(module for module in inside.modules() if isinstance(module, nn.BatchNorm2d)).eval()
-    alone, before = copy.deepcopy(inside), state(inside)
-    data = [(torch.randn(6, 1, 8, 8, dtype=torch.float64), torch.randint(10, (6,))) for _ in range(4)]
-    twin = padded(inside, net, graph, widths, to=8)
-    assert twin and sum(p.numel() for p in twin.wide.parameters()) > sum(p.numel() for p in inside.parameters())
-    assert padded(net, net, graph, graph.full) is None  # full widths stay
-    assert [it.training for it in twin.wide.modules()] == [it.training for it in inside.modules()]
-    one, other = dmcp.train(alone, data, SHORT), dmcp.train(twin.wide, data, SHORT)
-    assert [step.loss for step in other] == pytest.approx([step.loss for step in one], rel=1e-9)
-    assert same(state(inside), before)
-    twin.give_back()
-    for name, value in state(alone).items():
-        torch.testing.assert_close(state(inside)[name], value, rtol=1e-8, atol=1e-10)
-    assert not same(state(inside), before)

@@ -20,7 +20,6 @@ from test_search import EAGER, losses, searched
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
-from dmcp.cutting import padded
 from dmcp.data.datasets import load
 from dmcp.data.images import mean_and_std
 from dmcp.data.loaders import make_loader
@@ -138,34 +137,6 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         assert command("--resume", str(run)).wait(timeout=300) == 0
         for name in ("log.jsonl", "model.safetensors", "widths.json", "search.safetensors", "search.json"):
             assert (run / name).read_bytes() == (whole / name).read_bytes(), (share, name)
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
-        dmcp.Engine(precision="float32", tf32=False, graphs=False, kernels=False, compile=False),  # type: ignore[arg-type]
-        dmcp.Engine(graphs=True, kernels=False, compile=False),
-        dmcp.Engine(graphs=True, kernels=True, compile=False),
-        dmcp.Engine(compile=True, graphs=False, kernels=False),
-    ],
-    ids=["float32", "graphs", "kernels", "compiled"],
-)
-def test_a_padded_network_learns_the_same(engine: dmcp.Engine) -> None:
-    torch.manual_seed(0)
-    model = build("cifar:resnet20").cuda()
-    graph = dmcp.trace(model, torch.zeros(2, 3, 32, 32, device="cuda"))
-    widths = graph.widths([max(1, 2 * space.size // 3 - 1) for space in graph.spaces])
-    batches = [(torch.randn(64, 3, 32, 32).cuda(), torch.randint(10, (64,)).cuda()) for _ in range(20)]
-    rates = dmcp.TrainConfig(epochs=1, lr=0.02, warmup_epochs=0, warmup_lr=0.0, reference_batch=None)
-    small = dmcp.cut(model, graph, widths)
-    alone = copy.deepcopy(small)
-    twin = padded(small, model, graph, widths)
-    assert twin
-    one, other = (dmcp.train(net, batches, rates, runtime=dmcp.Runtime(engine=engine)) for net in (alone, twin.wide))
-    alike = [(step.loss, pytest.approx(same.loss, rel=3e-2)) for step, same in zip(other, one, strict=True)]
-    if engine.precision:  # float32: rounding grows with the steps, on a CPU too (to 1e-3 at the tenth)
-        alike += [(step.loss, pytest.approx(same.loss, rel=1e-4)) for step, same in zip(other[:4], one, strict=False)]
-    assert all(loss == near for loss, near in alike), (one, other)
 
 
 @pytest.mark.filterwarnings("ignore::dmcp.retraining.TeacherWarning")  # it has learnt nothing

@@ -152,7 +152,7 @@ def retrain(name: str, teacher: nn.Module) -> dict[str, Any]:
 
 # fmt: off
 ENGINE = {"precision": "float32", "channels_last": False, "compile": False, "graphs": False, "kernels": False,
-          "pad": False, "tf32": False, "deterministic": False, "sync_batchnorm": False}
+          "tf32": False, "deterministic": False, "sync_batchnorm": False}
 SEARCH = {"budget": "50%", "tolerance": 0.995, "groups": 8, "align": 1, "min_channels": {}, "max_channels": {},
           "epochs": 2, "warmup": 0.5, "sort": False, "subnets": 2, "sampling": "markov", "warmup_sampling": "uniform",
           "distill": True, "init": "target", "independent": False, "task_loss": True, "budget_weight": 0.1,

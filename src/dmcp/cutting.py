@@ -1,9 +1,8 @@
-"""Cut a model to given widths; initialize or pad what was cut."""
+"""Cut a model to given widths, and initialize what was cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -14,8 +13,7 @@ from dmcp.errors import WidthsError
 from dmcp.runtime.batches import as_generator
 from dmcp.searching.importance import magnitude, strongest
 from dmcp.tracing.graph import ChannelGraph, Kept
-from dmcp.tracing.layout import atoms_of
-from dmcp.tracing.modules import Cut, modules_of, narrow, unwrap, without_autocast
+from dmcp.tracing.modules import modules_of, narrow, unwrap, without_autocast
 from dmcp.tracing.widths import Widths, fingerprint
 
 Convs = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -115,75 +113,3 @@ def _frozen(module: nn.Module) -> dict[str, Tensor]:
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, also those outside the state dict; tied ones once, under their first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-# padding
-
-
-class Padded:
-    """A wider copy of a cut network, to be trained in its place.
-
-    Added weights are zero. Those that read added channels get no gradient and stay zero, so the cut network inside
-    learns what it would learn alone, up to rounding and the random numbers of dropout.
-    """
-
-    def __init__(self, small: nn.Module, full: nn.Module, graph: ChannelGraph, widths: Widths, outer: Widths) -> None:
-        self.small, self.wide = small, cut(full, graph, outer)
-        inner, around = graph.cuts(widths), graph.cuts(outer)
-        self.places: dict[str, Cut] = {  # of the cut network's entries
-            name: tuple(map(_place, cuts, around.get(name, (None,) * len(cuts)))) for name, cuts in inner.items()
-        }
-        with torch.no_grad():
-            for name, mine, theirs in self._pairs():
-                mine.copy_(_spread(theirs, self.places.get(name, ()), mine.shape))
-        for module, other in zip(modules_of(self.wide), modules_of(small), strict=True):
-            module.training = other.training
-        parameters = dict(self.wide.named_parameters())
-        for mine, theirs in zip(parameters.values(), small.parameters(), strict=True):
-            mine.requires_grad_(theirs.requires_grad)
-        for name, dim in sorted({(fold.tensor, fold.dim) for fold in graph.hard_folds if atoms_of(fold.layout)}):
-            reader, places = parameters.get(name), self.places.get(name, ())
-            place = places[dim] if places else None
-            if reader is not None and reader.requires_grad and place is not None:  # ones for the cut network's entries
-                mask = torch.zeros_like(reader).index_fill_(dim, place.to(reader.device), 1)
-                reader.register_hook(partial(torch.mul, mask))  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def give_back(self) -> None:
-        """Copy the trained weights and buffers into the cut network."""
-        for name, mine, theirs in self._pairs():
-            for dim, place in enumerate(self.places.get(name, ())):
-                if place is not None:
-                    mine = mine.index_select(dim, place.to(mine.device))
-            theirs.copy_(mine)
-
-    def _pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Each tensor of the wide network beside that of the cut one."""
-        small = named_tensors(self.small).values()
-        for (name, mine), theirs in zip(named_tensors(self.wide).items(), small, strict=True):
-            yield name, mine, theirs
-
-
-def padded(small: nn.Module, full: nn.Module, graph: ChannelGraph, widths: Widths, to: int = 8) -> Padded | None:
-    """The cut network padded to the next multiples; None if its widths are such, or the graph is not exact.
-
-    `full` is a network like the one that it was cut from; its weights do not matter.
-    """
-    outer = graph.widths([min(it.size, -(-widths[it.name] // to) * to) for it in graph.spaces])
-    return None if outer == widths or not graph.exact else Padded(small, full, graph, widths, outer)
-
-
-def _place(kept: Tensor | None, around: Tensor | None) -> Tensor | None:
-    """Places of kept indices in a wider selection; None if that is no wider. Both ascend."""
-    if kept is None or around is None:
-        return kept
-    return None if len(kept) == len(around) else torch.isin(around, kept).nonzero().flatten()
-
-
-def _spread(values: Tensor, places: Cut, shape: torch.Size) -> Tensor:
-    """Zeros of a shape, with values at their places."""
-    for dim, place in enumerate(places):
-        if place is not None:
-            wider = values.new_zeros([*values.shape[:dim], shape[dim], *values.shape[dim + 1 :]])
-            values = wider.index_copy_(dim, place.to(values.device), values)
-    return values

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dmcp.cutting import cut, padded, reinitialize
+from dmcp.cutting import cut, reinitialize
 from dmcp.errors import TrainingError
 from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence
 from dmcp.runtime.batches import Loader, device_of, generator, length_of, size_of
 from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current, gather, share_tensors
-from dmcp.runtime.engine import pads
 from dmcp.runtime.progress import phase
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Engine, Retrain, TrainConfig
@@ -107,14 +106,8 @@ def train_all(
                 reinitialize(small, generator=generator(how.config.seed))
             else:
                 recalibrate(small, loader)
-            # not with an optimizer of the user's own: some mix the entries of a tensor, so that its shape counts
-            wide = task.optimizer is None and pads(runtime.engine or Engine(), device_of(small))
-            twin = padded(small, weights, graph, widths) if wide else None
             guide = teacher if isinstance(teacher, nn.Module) else None
-            net = twin.wide if twin else small
-            steps = train(net, loader, how.config, task=task, runtime=own, teacher=guide)
-            if twin:
-                twin.give_back()
+            steps = train(small, loader, how.config, task=task, runtime=own, teacher=guide)
             catch_up(small, loader, how.config)
             if teacher == UNPRUNED:
                 teacher = small

@@ -332,7 +332,6 @@ class Engine:
     compile: bool | None = setting(None, "torch.compile: on GPUs, in runs that are long enough to pay for it.")
     graphs: bool | None = setting(None, "CUDA graphs: on one GPU, with the default losses and optimizer.")
     kernels: bool | None = setting(None, "Own kernels for layers of few channels: in bfloat16, on one GPU.")
-    pad: bool | None = setting(None, "Train pruned networks padded to multiples of 8 channels: in bfloat16 on GPUs.")
     tf32: bool = setting(True, "float32 products on a GPU may round their factors to 10 bits.")
     deterministic: bool = setting(False, "The same bits in every run, also on a GPU; slower.")
     sync_batchnorm: bool = setting(False, "BatchNorms use the statistics of all ranks, on GPUs.")

@@ -62,12 +62,6 @@ def resolve(
     return ResolvedEngine(**vars(engine) | chosen, device=device)
 
 
-def pads(engine: Engine, device: torch.device) -> bool:
-    """Whether cut networks are trained padded to rounder widths: see `cutting.padded`."""
-    chosen = _precision(engine, device) is Precision.BFLOAT16 if engine.pad is None else engine.pad
-    return chosen and device.type == "cuda"
-
-
 def _precision(engine: Engine, device: torch.device) -> Precision:
     return engine.precision or (Precision.BFLOAT16 if _computes_in_half(device) else Precision.FLOAT32)
 
