@@ -36,13 +36,14 @@ from dmcp.data.datasets import DataSets, load
 from dmcp.data.loaders import make_loader
 from dmcp.markov import sample_groups
 from dmcp.models import argument, build, sample_shape
-from dmcp.runtime.engine import ResolvedEngine, best_device, sgd, suits_kernels
+from dmcp.runtime.engine import ResolvedEngine, best_device, resolve, suits_kernels
 from dmcp.searching.records import SearchRecord
 from dmcp.searching.search import LARGE, reach, uncounted
 from dmcp.searching.steps import Setup, Steps
 from dmcp.settings import Sampling
-from dmcp.training.loop import Event, Runtime, StepRecord, make_step, parameter_groups
+from dmcp.training.loop import Event, Runtime, StepRecord, make_step
 from dmcp.training.losses import classification_loss
+from dmcp.training.optimizer import parameter_groups, sgd
 
 Row = dict[str, Any]
 KINDS = ("steps", "pruned", "epochs", "sampling")  # of rows, each a list in the JSON file
@@ -125,8 +126,8 @@ class Network:
 
     def resolve(self, model: nn.Module) -> ResolvedEngine:
         """The engine's choices for a long run."""
-        kinds = {"large": self.graph.macs() >= LARGE, "suited": suits_kernels(model)}
-        return self.engine.resolve(self.device, steps=10**6, **kinds)
+        large = self.graph.macs() >= LARGE
+        return resolve(self.engine, self.device, steps=10**6, large=large, few_channels=suits_kernels(model))
 
     def images(self, resolved: ResolvedEngine) -> Any:
         """A random batch."""

@@ -24,6 +24,7 @@ from dmcp.pruning import Loaders, prune
 from dmcp.runtime import checkpoint
 from dmcp.runtime.checkpoint import Checkpoint, Checkpointer, ResumableIterator, State, load_checkpoint, save_checkpoint
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
+from dmcp.runtime.engine import resolve
 from dmcp.searching.search import search
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Engine, SearchConfig, TrainConfig
@@ -32,7 +33,7 @@ from dmcp.tracing.trace import trace
 from dmcp.training.loop import Runtime, Task, train
 
 CPU = torch.device("cpu")
-RESOLVED = Engine().resolve(CPU)
+RESOLVED = resolve(Engine(), CPU)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::dmcp.training.losses.DistillationWarning"

@@ -19,7 +19,7 @@ from dmcp.searching.records import extremes
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig, defaults, paper
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training.loop import learning_rate
+from dmcp.training.optimizer import learning_rate
 
 # table 6 of the paper, its DMCP rows in order: network, MACs, and * for slimmable training
 TABLE_6 = """

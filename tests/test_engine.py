@@ -19,10 +19,11 @@ import dmcp
 from dmcp.errors import TrainingError
 from dmcp.models import build
 from dmcp.runtime import engine
-from dmcp.runtime.engine import ResolvedEngine, best_device, set_lr, sgd, suits_kernels
+from dmcp.runtime.engine import ResolvedEngine, best_device, resolve, suits_kernels
 from dmcp.searching.search import search
 from dmcp.settings import Engine, Precision, SearchConfig, TrainConfig
 from dmcp.training.loop import train
+from dmcp.training.optimizer import set_lr, sgd
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LONG = 10**6
@@ -30,17 +31,17 @@ SETTINGS = TrainConfig(epochs=2, lr=0.05, reference_batch=None, warmup_epochs=0,
 
 
 def resolved(**choices: Any) -> ResolvedEngine:
-    return Engine(**choices).resolve(CPU)
+    return resolve(Engine(**choices), CPU)
 
 
 # choices
 
 
 def test_on_the_cpu_everything_is_plain_unless_asked_for() -> None:
-    plain = Engine().resolve(CPU, steps=LONG, large=True)
+    plain = resolve(Engine(), CPU, steps=LONG, large=True)
     names = ("channels_last", "compile", "graphs", "deterministic")
     usual = ResolvedEngine(device=CPU, precision=Precision.FLOAT32, **dict.fromkeys((*names, "kernels"), False))
-    assert plain == Engine().resolve(CPU) == usual
+    assert plain == resolve(Engine(), CPU) == usual
     switched = dict.fromkeys(names, True)
     asked = resolved(precision="bfloat16", tf32=False, **switched)
     switched |= {"precision": Precision.BFLOAT16, "tf32": False, "graphs": False}  # a CPU has nothing to capture
@@ -65,25 +66,25 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.mark.parametrize(
     ("asked", "facts", "chosen"),
     [
-        ({}, {"suited": True}, "kernels"),
-        ({}, {"suited": True, "steps": 10}, ""),
+        ({}, {"few_channels": True}, "kernels"),
+        ({}, {"few_channels": True, "steps": 10}, ""),
         ({}, {}, "compile"),
-        ({}, {"suited": True, "plain": False}, "compile"),  # a loss of one's own, or several ranks
-        ({"kernels": True}, {"steps": 10, "plain": False}, "kernels"),
-        ({"kernels": False}, {"suited": True}, "compile"),
-        ({"compile": True}, {"suited": True}, "compile"),
-        ({"precision": "float32"}, {"suited": True}, "compile"),
-        ({"channels_last": False}, {"suited": True, "steps": 10}, ""),
+        ({}, {"few_channels": True, "capturable": False}, "compile"),  # a loss of one's own, or several ranks
+        ({"kernels": True}, {"steps": 10, "capturable": False}, "kernels"),
+        ({"kernels": False}, {"few_channels": True}, "compile"),
+        ({"compile": True}, {"few_channels": True}, "compile"),
+        ({"precision": "float32"}, {"few_channels": True}, "compile"),
+        ({"channels_last": False}, {"few_channels": True, "steps": 10}, ""),
     ],
 )
 def test_what_a_gpu_gets(asked: dict[str, Any], facts: dict[str, Any], chosen: str, hopper: Any) -> None:
     def found() -> str:
-        made = Engine(**asked).resolve(GPU, **{"steps": LONG} | facts)
+        made = resolve(Engine(**asked), GPU, **{"steps": LONG} | facts)
         return " ".join(name for name in ("kernels", "compile") if getattr(made, name))
 
     assert found() == chosen
     with pytest.raises(TrainingError, match="they need bfloat16"):
-        Engine(kernels=True, compile=True).resolve(GPU)
+        resolve(Engine(kernels=True, compile=True), GPU)
     hopper("no C compiler")
     if chosen == "kernels" and asked:
         with pytest.raises(TrainingError, match="no C compiler"):

@@ -24,6 +24,7 @@ from dmcp import models
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN
 from dmcp.runtime.checkpoint import Checkpointer
+from dmcp.runtime.engine import resolve
 from dmcp.searching.budget import front_alphas, parse_budget, ratios
 from dmcp.searching.records import SearchRecord, SearchResult, expected_shares
 from dmcp.searching.search import SearchWarning
@@ -338,7 +339,7 @@ def test_twenty_steps_on_every_engine(name: str) -> None:
     net, result = searched(engine)
     assert (eager()[-1] - eager()[0]).abs().max() > 0.1  # they move
     assert ((losses(result) - eager()).abs() / eager().amax(dim=1, keepdim=True)).max() < tolerance
-    resolved, x = engine.resolve(DEVICE, steps=10**6), pictures(count=1)[0][0]
+    resolved, x = resolve(engine, DEVICE, steps=10**6), pictures(count=1)[0][0]
     widths = net.graph.widths({space.name: max(1, 2 * space.size // 3) for space in net.graph.spaces})
     with torch.no_grad(), resolved.running(net.model), resolved.autocast():
         net.train()

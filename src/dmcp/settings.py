@@ -6,15 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dmcp.budgets import Budget, read_budget
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-
-if TYPE_CHECKING:
-    import torch
-
-    from dmcp.runtime.engine import ResolvedEngine
 
 UNPRUNED = "unpruned"  # a row of the table, and the teacher that is trained first
 AUTO = "auto"  # the teacher that suits: the model itself if it is trained, else the unpruned network
@@ -325,7 +320,7 @@ def default_training(retrain: Retrain, trained: bool) -> TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How networks are run; None means: what is best for the device."""
+    """How networks are run; None means: what is best for the device (`dmcp.runtime.engine.resolve`)."""
 
     precision: Precision | None = setting(None, "bfloat16 on GPUs that compute in it, float32 elsewhere.")
     channels_last: bool | None = setting(None, "Channels-last memory format: on GPUs.")
@@ -338,12 +333,6 @@ class Engine:
 
     def __post_init__(self) -> None:
         check(self)
-
-    def resolve(self, device: torch.device, **facts: Any) -> ResolvedEngine:
-        """Every choice made for a device; the facts are those of `dmcp.runtime.engine.resolve`."""
-        from dmcp.runtime.engine import resolve  # late: this file imports no torch
-
-        return resolve(self, device, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)

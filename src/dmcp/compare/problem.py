@@ -16,7 +16,7 @@ from dmcp.budgets import Budget
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.runtime.batches import Loader, device_of, on_device, size_of
 from dmcp.runtime.distributed import current
-from dmcp.runtime.engine import ResolvedEngine
+from dmcp.runtime.engine import ResolvedEngine, resolve
 from dmcp.searching.budget import check_reachable, spent_shares
 from dmcp.searching.sampling import FILLED, TOLERANCE, Options, fit, uniform
 from dmcp.settings import Engine, TrainConfig, check
@@ -143,7 +143,7 @@ def held_out_batches(
 
     It is in eval mode, but BatchNorms use the statistics of the batch: the learned ones fit other widths.
     """
-    resolved = (problem.runtime.engine or Engine()).resolve(device_of(model), plain=plain)
+    resolved = resolve(problem.runtime.engine or Engine(), device_of(model), capturable=plain)
     with resolved.running(model), kept_modes(model), contextlib.ExitStack() as undo:
         model.eval()
         for norm in (part for part in modules_of(model) if isinstance(part, _BatchNorm)):

@@ -210,7 +210,7 @@ class State:
     """All that changes from step to step."""
 
     shared: Mapping[str, Tensor]  # weights and alphas, the same on every rank
-    own: Callable[[], Mapping[str, Tensor]]  # buffers of each rank; a forward may replace them
+    buffers: Callable[[], Mapping[str, Tensor]]  # those of this rank; a forward pass may replace them
     optimizers: Sequence[Optimizer]
     generators: Sequence[torch.Generator]
     iterators: Sequence[ResumableIterator]
@@ -219,7 +219,7 @@ class State:
     def collect(self, world: World) -> dict[str, Tensor] | None:
         """All of it on the CPU, of all ranks, by name; None for other ranks than the first."""
         states = [optimizer_state(optimizer) for optimizer in self.optimizers]  # on every rank: all raise the same
-        own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.own().items()}
+        own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.buffers().items()}
         own |= {f"now/{name}": tensor for name, tensor in random_state(self.device, self._generators()).items()}
         for number, batches in enumerate(self.iterators):
             own |= {f"start/{number}/{name}": tensor for name, tensor in batches.start.items()}
@@ -237,7 +237,7 @@ class State:
     def restore(self, saved: Mapping[str, Tensor], steps: Sequence[int], world: World) -> None:
         """Set everything to what was collected, each iterator to its step; FileError if it is of another network."""
         mine = _under(f"rank{world.rank}/", saved)
-        pairs = [(self.shared, _under("shared/", saved)), (self.own(), _under("own/", mine))]
+        pairs = [(self.shared, _under("shared/", saved)), (self.buffers(), _under("own/", mine))]
         states = [(it, _under(f"optimizer/{number}/", saved)) for number, it in enumerate(self.optimizers)]
         for now, before in pairs:  # all checks come before the first write
             shapes, others = ({name: tuple(it.shape) for name, it in table.items()} for table in (now, before))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,9 @@ from dmcp.runtime.distributed import current
 from dmcp.settings import Engine, Precision
 from dmcp.tracing.modules import modules_of
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # parameter groups -> optimizer
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
-_NEEDED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
+_KERNELS_NEED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
 _WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
 _WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
 
@@ -39,31 +37,54 @@ def resolve(
     *,
     steps: int = 0,
     large: bool = False,
-    plain: bool = True,
-    suited: bool = False,
+    capturable: bool = True,
+    few_channels: bool = False,
 ) -> ResolvedEngine:
     """Make every choice that the engine leaves open, for a run of so many steps of a small or large network.
 
-    plain: no loss or optimizer of the user's own, and one process. suited: see `suits_kernels`.
+    capturable: steps become CUDA graphs by default, since loss and optimizer are ours and there is one process.
+    few_channels: the network suits our kernels (`suits_kernels`).
     """
-    gpu, precision = device.type == "cuda", _precision(engine, device)
-    last = gpu if engine.channels_last is None else engine.channels_last
-    graphs = gpu and (plain if engine.graphs is None else engine.graphs)
-    fit = _computes_in_half(device) and last and precision is Precision.BFLOAT16 and not engine.compile
-    meant = fit and graphs and suited and steps >= _WORTH_KERNELS
-    kernels = gpu and (meant if engine.kernels is None else engine.kernels)
-    if kernels and (refused := kernels_refused(device) if fit else _NEEDED):
-        if engine.kernels:
-            raise TrainingError(f"Own kernels cannot run on {device} ({refused}): leave kernels out.")
-        kernels = False
-    compiled = gpu and not kernels and steps >= _WORTH_COMPILING[large] if engine.compile is None else engine.compile
-    chosen = {"precision": precision, "channels_last": last, "graphs": graphs, "kernels": kernels, "compile": compiled}
-    chosen["sync_batchnorm"] = engine.sync_batchnorm and gpu and current().size > 1
-    return ResolvedEngine(**vars(engine) | chosen, device=device)
+    on_gpu = device.type == "cuda"
+    has_bfloat16 = _computes_in_bfloat16(device)
+
+    precision = engine.precision
+    if precision is None:
+        precision = Precision.BFLOAT16 if has_bfloat16 else Precision.FLOAT32
+    channels_last = on_gpu if engine.channels_last is None else engine.channels_last
+    graphs = on_gpu and (capturable if engine.graphs is None else engine.graphs)
+
+    # Our kernels: by default in long runs of networks with few channels. They are tried out only where they are meant.
+    in_bfloat16 = has_bfloat16 and precision is Precision.BFLOAT16
+    kernels_fit = in_bfloat16 and channels_last and not engine.compile
+    if engine.kernels is None:
+        worthwhile = kernels_fit and graphs and few_channels and steps >= _WORTH_KERNELS
+        kernels = worthwhile and not kernels_refused(device)
+    else:
+        kernels = engine.kernels and on_gpu
+        if kernels:
+            _require_kernels(device, kernels_fit)
+
+    compiled = engine.compile
+    if compiled is None:
+        compiled = on_gpu and not kernels and steps >= _WORTH_COMPILING[large]
+
+    choices = {
+        "precision": precision,
+        "channels_last": channels_last,
+        "graphs": graphs,
+        "kernels": kernels,
+        "compile": compiled,
+        "sync_batchnorm": engine.sync_batchnorm and on_gpu and current().size > 1,
+    }
+    return ResolvedEngine(**vars(engine) | choices, device=device)
 
 
-def _precision(engine: Engine, device: torch.device) -> Precision:
-    return engine.precision or (Precision.BFLOAT16 if _computes_in_half(device) else Precision.FLOAT32)
+def _require_kernels(device: torch.device, fit: bool) -> None:
+    """Raise TrainingError where our kernels were asked for and cannot run."""
+    obstacle = kernels_refused(device) if fit else _KERNELS_NEED
+    if obstacle:
+        raise TrainingError(f"The kernels of dmcp cannot run on {device} ({obstacle}): leave kernels out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +131,7 @@ class ResolvedEngine(Engine):
             yield
 
 
-def _computes_in_half(device: torch.device) -> bool:
+def _computes_in_bfloat16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -148,52 +169,6 @@ def best_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-# optimizers
-
-
-def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.device) -> torch.optim.SGD:
-    """SGD; on a GPU one kernel with its learning rate there and momentum from zero, so that a graph can hold it."""
-    gpu = device.type == "cuda"
-    rate: Any = torch.tensor(lr, device=device) if gpu else lr
-    optimizer = torch.optim.SGD(groups, rate, momentum, nesterov=nesterov, fused=gpu or None)
-    if momentum:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
-
-
-def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """What the function makes of the groups; TrainingError if that is no optimizer of their parameters."""
-    made: Any = make(groups) if callable(make) else None
-    theirs = made.param_groups if isinstance(made, torch.optim.Optimizer) else []
-    wanted, found = ({id(it) for group in each for it in group["params"]} for each in (groups, theirs))
-    if wanted != found:
-        raise TrainingError("optimizer must make a torch.optim.Optimizer of all groups, as torch.optim.AdamW does.")
-    return made  # type: ignore[no-any-return]
-
-
-def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rates of a new optimizer's groups, relative to that of the schedule.
-
-    The optimizer's default stands for the schedule's. If no group has it, the highest rate does, so that no group is
-    faster than the settings say.
-    """
-    rates, usual = [float(group["lr"]) for group in optimizer.param_groups], optimizer.defaults.get("lr")
-    base = float(usual) if usual and usual in rates else max(rates)
-    return [rate / base if base else 1.0 for rate in rates]
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = ()) -> None:
-    """The learning rate of the next step: of all parameters, or of each group its share of it."""
-    groups = optimizer.param_groups
-    for group, share in zip(groups, shares or [1.0] * len(groups), strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr * share)
-        else:
-            group["lr"] = lr * share
 
 
 # what is switched and put back

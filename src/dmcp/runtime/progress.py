@@ -1,4 +1,4 @@
-"""Signs of life: bars in a terminal or notebook, elsewhere a plain line now and then, and the time that is left."""
+"""Progress of a job: bars in a terminal or notebook, elsewhere a line of text now and then, and the time left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from rich import progress as bars
@@ -25,12 +25,17 @@ from dmcp.units import clock
 P = ParamSpec("P")
 T = TypeVar("T")
 Update = Callable[..., None]  # (steps done, text)
-_SECONDS, _MOMENT = 10.0, 0.2  # between two plain lines, and between two states of the bars
+_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_DRAWINGS = 0.2  # of the bars
+
+
+def show_nothing(done: int, text: str = "") -> None:
+    """The update of a phase that nobody watches."""
 
 
 @dataclass(eq=False)
 class Row:
-    """A phase."""
+    """A phase of a job."""
 
     name: str
     steps: int
@@ -38,20 +43,21 @@ class Row:
     done: int = 0
     text: str = ""
     start: int = 0  # steps that were done before the current call
-    timed: int = 0  # steps that took these seconds, in this process
+    timed: int = 0  # steps that this process has timed, and the seconds that they took
     seconds: float = 0.0
-    time: float = 0.0  # of the last step
+    time: float = 0.0  # when the last step ended
 
 
 class Progress:
-    """The phases of a job on stderr."""
+    """The phases of a job, shown on stderr."""
 
     def __init__(self, console: Console | None, lines: bool = False) -> None:
         self.rows: dict[str, Row] = {}
-        self.lines, self.shown = lines, time.monotonic()
+        self.lines = lines
+        self.last_shown = time.monotonic()
         self.bars: bars.Progress | None = None
         if console is not None:
-            # no thread draws them: workers are forked meanwhile
+            # not drawn by a thread, since worker processes are forked meanwhile
             self.bars = bars.Progress(
                 bars.TextColumn("{task.description}", markup=False),
                 bars.BarColumn(20, table_column=Column(min_width=12)),
@@ -62,90 +68,122 @@ class Progress:
                 redirect_stdout=sys.stdout.isatty(),
             )
 
-    def begin(self, row: Row) -> Row:
-        """A row for some more steps; `done` of them were done by an earlier process."""
-        old = self.rows.setdefault(row.name, row)
-        old.start = 0 if old is row else old.done
-        old.steps, old.done, old.time = max(old.steps, old.start + row.steps), old.start + row.done, time.monotonic()
+    def begin(self, new_row: Row) -> Row:
+        """Add a row, or more steps to the row of this name. Its `done` steps were done by an earlier process."""
+        row = self.rows.setdefault(new_row.name, new_row)
+        row.start = 0 if row is new_row else row.done
+        row.steps = max(row.steps, row.start + new_row.steps)
+        row.done = row.start + new_row.done
+        row.time = time.monotonic()
         if self.bars:
-            self.draw(old)
-        return old
+            self.draw(row)
+        return row
 
     def update(self, row: Row, done: int, text: str = "") -> None:
-        """So many of the steps of this call are done."""
-        now, done = time.monotonic(), row.start + done
-        if done > row.done:
-            row.timed, row.seconds = row.timed + done - row.done, row.seconds + now - row.time
-            row.done, row.time, row.text, row.steps = done, now, text, max(row.steps, done)
-            if now - self.shown >= (_MOMENT if self.bars else _SECONDS):
-                self.draw(row)
+        """Note that so many steps of the current call are done."""
+        now = time.monotonic()
+        done += row.start
+        if done <= row.done:
+            return
+        row.timed += done - row.done
+        row.seconds += now - row.time
+        row.done = done
+        row.time = now
+        row.text = text
+        row.steps = max(row.steps, done)
+        interval = _SECONDS_BETWEEN_DRAWINGS if self.bars else _SECONDS_BETWEEN_LINES
+        if now - self.last_shown >= interval:
+            self.draw(row)
 
     def seconds_left(self) -> float | None:
-        """Of all rows, by the pace of each or else of all; None if nobody knows."""
-        known = [row for row in self.rows.values() if row.work and row.timed]
-        pace = sum(row.seconds for row in known) / sum(row.work * row.timed for row in known) if known else 0.0
+        """Seconds that all rows still need; None if that cannot be known.
+
+        A row that has not begun is expected to be as fast for its work as the rows that have.
+        """
+        timed = [row for row in self.rows.values() if row.work and row.timed]
+        seconds_per_work = 0.0
+        if timed:
+            seconds_per_work = sum(row.seconds for row in timed) / sum(row.work * row.timed for row in timed)
         total = 0.0
         for row in self.rows.values():
-            step = row.seconds / row.timed if row.timed else row.work * pace
-            if row.done < row.steps and not step:
+            seconds_per_step = row.seconds / row.timed if row.timed else row.work * seconds_per_work
+            if row.done < row.steps and not seconds_per_step:
                 return None
-            total += (row.steps - row.done) * step
+            total += (row.steps - row.done) * seconds_per_step
         return total
 
     def draw(self, row: Row, last: bool = False) -> None:
-        """Show the bars, or the row as a line, if somebody is there to see them."""
-        left, rows, self.shown = self.seconds_left(), [*self.rows.values()], time.monotonic()
-        whole, ends = [it for it in rows if it.work], f"{clock(left)} left" if left and left >= 0.5 else ""
-        text = ", ".join(filter(None, [row.text, "" if whole and self.bars else ends]))
+        """Show this row as a line, or all rows as bars, whichever there is."""
+        self.last_shown = time.monotonic()
+        left = self.seconds_left()
+        time_left = f"{clock(left)} left" if left and left >= 0.5 else ""
+        comparable = [other for other in self.rows.values() if other.work]
+        parts = [row.text]
+        if not (comparable and self.bars):  # the bar of the whole job shows it otherwise
+            parts.append(time_left)
+        text = ", ".join(filter(None, parts))
         with contextlib.suppress(OSError):  # a run goes on without its terminal
             if self.lines and row.done and (row.text or not last):
-                words = filter(None, [f"{row.done} of {row.steps}", text])
-                print(f"{row.name}: {', '.join(words)}", file=sys.stderr, flush=True)
-            for number, it in enumerate(rows):
-                self._bar(number, it.name, it.done, it.steps, f"{it.done}/{it.steps}", text if it is row else it.text)
-            if whole:
-                done, total = sum(it.work * it.done for it in whole), sum(it.work * it.steps for it in whole)
-                self._bar(len(rows), "in all", done, total, f"{done / total:.0%}", ends)
+                words = ", ".join(filter(None, [f"{row.done} of {row.steps}", text]))
+                print(f"{row.name}: {words}", file=sys.stderr, flush=True)
             if self.bars:
-                self.bars.refresh()
+                self._draw_bars(self.bars, row, text, comparable, time_left)
 
-    def _bar(self, number: int, name: str, done: float, steps: float, count: str, text: str) -> None:
-        if self.bars is not None:
-            self.bars.start()
-            if number == len(self.bars.task_ids):
-                self.bars.add_task("", count="", text="")
-            how: dict[str, Any] = {"description": name, "completed": done, "total": steps, "count": count, "text": text}
-            self.bars.update(self.bars.task_ids[number], **how)
+    def _draw_bars(self, shown_bars: bars.Progress, row: Row, text: str, comparable: list[Row], time_left: str) -> None:
+        """Draw a bar for each row, and one for the work of all rows whose work is comparable."""
+        for number, other in enumerate(self.rows.values()):
+            other_text = text if other is row else other.text
+            count = f"{other.done}/{other.steps}"
+            _set_bar(shown_bars, number, other.name, other.done, other.steps, count, other_text)
+        if comparable:
+            done = sum(other.work * other.done for other in comparable)
+            total = sum(other.work * other.steps for other in comparable)
+            _set_bar(shown_bars, len(self.rows), "in all", done, total, f"{done / total:.0%}", time_left)
+        shown_bars.refresh()
+
+
+def _set_bar(
+    shown_bars: bars.Progress, number: int, name: str, done: float, steps: float, count: str, text: str
+) -> None:
+    """Set the bar of this number; a new one is added below the others."""
+    shown_bars.start()
+    if number == len(shown_bars.task_ids):
+        shown_bars.add_task("", count="", text="")
+    task = shown_bars.task_ids[number]
+    shown_bars.update(task, description=name, completed=done, total=steps, count=count, text=text)
 
 
 _CURRENT: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 @contextlib.contextmanager
-def showing(wanted: bool | None = None, lines: bool = False) -> Iterator[None]:
+def showing(progress: bool | None = None, lines: bool = False) -> Iterator[None]:
     """While entered, phases are rows of one job.
 
-    wanted: None: in a terminal or notebook. lines: elsewhere as plain lines.
+    progress: whether to show them; None: in a terminal or notebook. lines: elsewhere, show them as lines of text.
     """
-    if _CURRENT.get() is not None and wanted is not False:  # part of a larger job
+    if _CURRENT.get() is not None and progress is not False:  # part of a larger job
         yield
         return
-    silent, console = wanted is False or not current().first, Console(stderr=True)
-    fit = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    fit |= console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-    progress = Progress(console if fit and not silent else None, not fit and not silent and bool(wanted or lines))
-    before = _CURRENT.set(progress)
+    silent = progress is False or not current().first
+    console = Console(stderr=True)
+    has_bars = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None:
+        has_bars = True
+    as_lines = not has_bars and not silent and bool(progress or lines)
+    job = Progress(console if has_bars and not silent else None, as_lines)
+    token = _CURRENT.set(job)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if progress.bars:
-                progress.bars.stop()
-        _CURRENT.reset(before)
+            if job.bars:
+                job.bars.stop()
+        _CURRENT.reset(token)
 
 
 def shown(call: Callable[P, T]) -> Callable[P, T]:
-    """A function whose phases are shown, as `progress` of its runtime says."""
+    """Show the phases of a function, as `progress` of its argument `runtime` says."""
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -157,23 +195,25 @@ def shown(call: Callable[P, T]) -> Callable[P, T]:
 
 def plan(rows: Iterable[Row]) -> None:
     """Add phases that are to come, so that the time left is that of the whole job."""
-    if progress := _CURRENT.get():
-        for row in rows:
-            progress.rows.pop(row.name, None)  # a test of the given model, which came before
-            progress.rows[row.name] = row
+    job = _CURRENT.get()
+    if job is None:
+        return
+    for row in rows:
+        job.rows.pop(row.name, None)  # such as the test of the model before the search
+        job.rows[row.name] = row
 
 
 @contextlib.contextmanager
 def phase(name: str, steps: int, done: int = 0) -> Iterator[Update]:
-    """A phase of the job; what is yielded is told how many of its steps are done, `done` of them before."""
-    progress = _CURRENT.get()
-    if progress is None:
-        yield lambda done, text="": None
+    """A phase of the job, `done` of whose steps were done before; call what is yielded with the steps that are done."""
+    job = _CURRENT.get()
+    if job is None:
+        yield show_nothing
         return
-    row = progress.begin(Row(name, steps, done=done))
-    yield functools.partial(progress.update, row)
+    row = job.begin(Row(name, steps, done=done))
+    yield functools.partial(job.update, row)
     if row.done > row.start + done:
-        progress.draw(row, last=True)
+        job.draw(row, last=True)
 
 
 def each(name: str, items: Iterable[T]) -> Iterator[T]:
@@ -184,6 +224,6 @@ def each(name: str, items: Iterable[T]) -> Iterator[T]:
             update(number)
 
 
-def overdue(read: float, device: torch.device) -> bool:
-    """True a second after records were last read, where that needs no other device or rank to wait."""
-    return device.type == "cpu" and current().size == 1 and time.monotonic() - read >= 1.0
+def overdue(last_read: float, device: torch.device) -> bool:
+    """True a second after records were read, where reading them makes no other device or rank wait."""
+    return device.type == "cpu" and current().size == 1 and time.monotonic() - last_read >= 1.0

@@ -19,7 +19,7 @@ from dmcp.markov import CERTAIN, group_sizes, merged, process_of
 from dmcp.runtime.batches import Loader, device_of, length_of, size_of
 from dmcp.runtime.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.runtime.distributed import current, share_tensors, sum_values
-from dmcp.runtime.engine import ResolvedEngine
+from dmcp.runtime.engine import ResolvedEngine, resolve
 from dmcp.runtime.io import from_plain
 from dmcp.runtime.progress import phase, shown
 from dmcp.searching.budget import check_reachable, constant_alpha, front_alphas, parse_budget
@@ -29,8 +29,9 @@ from dmcp.searching.subnets import Chains, chains, sort_channels
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
 from dmcp.tracing.modules import modules_of, without_autocast
-from dmcp.training.loop import Log, Runtime, Task, check_trainable, cosine, resume
+from dmcp.training.loop import Log, Runtime, Task, check_trainable, resume
 from dmcp.training.losses import classification_loss, warn, warn_of_distillation
+from dmcp.training.optimizer import cosine
 
 SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one
@@ -126,7 +127,7 @@ class Searcher:
         self.generator = torch.Generator(device_of(net)).manual_seed(config.seed)  # the same on every rank
         _start(net, self.chain, self.budget, config)
         plain = Engine(precision=Precision.FLOAT32, compile=False, graphs=False, kernels=False)
-        engine = engine or plain.resolve(device_of(net))
+        engine = engine or resolve(plain, device_of(net))
         loss = task.loss or classification_loss(config.label_smoothing)
         self.setup = Setup(net, self.chain, self.budget, config, loss, engine.precision, self.world)
         self.steps = Steps(self.setup, engine, task.optimizer)

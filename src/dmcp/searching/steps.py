@@ -14,7 +14,7 @@ from torch import Tensor
 from dmcp.budgets import Budget
 from dmcp.runtime.batches import input_of, size_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
-from dmcp.runtime.engine import MakeOptimizer, ResolvedEngine, autocast, make_optimizer, rate_shares, set_lr, sgd
+from dmcp.runtime.engine import ResolvedEngine, autocast
 from dmcp.searching.budget import budget_loss, ratios
 from dmcp.searching.records import extremes
 from dmcp.searching.subnets import Chains, find_stem, sample_gates
@@ -22,8 +22,8 @@ from dmcp.searching.supernet import Narrow, Supernet
 from dmcp.settings import Precision, Sampling, SearchConfig
 from dmcp.tracing.folds import run_folded
 from dmcp.tracing.modules import modules_of, tensors_in
-from dmcp.training.loop import parameter_groups
 from dmcp.training.losses import Loss, distillation_loss, loss_of
+from dmcp.training.optimizer import MakeOptimizer, make_optimizer, parameter_groups, rate_shares, set_lr, sgd
 
 Forward = Callable[[Any, Tensor], Any]  # a supernet on an input with gates
 Subnet = Tensor | Callable[[Any, Tensor | None], Any]  # its gates, or what runs it on an input and the stem's output

@@ -14,11 +14,11 @@ from dmcp.runtime import batches
 from dmcp.runtime.batches import Loader, device_of, input_of, labels_of, length_of, on_device, peek, size_of
 from dmcp.runtime.checkpoint import untouched
 from dmcp.runtime.distributed import current
-from dmcp.runtime.engine import make_optimizer
 from dmcp.tracing.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.tracing.trace import wrong_dtype
-from dmcp.training.loop import Task, check_trainable, evaluate, parameter_groups
+from dmcp.training.loop import Task, check_trainable, evaluate
 from dmcp.training.losses import Metric, check_fit, check_metric, check_range, distillation_loss, score_by, scores_of
+from dmcp.training.optimizer import make_optimizer, parameter_groups
 from dmcp.units import by
 
 
