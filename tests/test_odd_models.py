@@ -206,6 +206,14 @@ HIDDEN: dict[str, Callable[[], nn.Module]] = {  # from the recording
 }
 
 
+def test_a_branch_that_training_starts_from_zero_hides_nothing() -> None:
+    """ReZero: at first the branch gives neither outputs nor gradients, so its backward pass must be seen otherwise."""
+    model = Odd(lambda self, y: self.third(y + self.scale * Sideways.apply(y)))
+    model.scale = nn.Parameter(torch.zeros(()))
+    graph = dmcp.trace(model, torch.randn(2, 3, 12, 12))
+    assert "second" not in [space.name for space in graph.spaces]
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_the_recording_does_not_see_is_left_unpruned(name: str) -> None:
     model, x = HIDDEN[name](), torch.zeros(2, 3, 12, 12)

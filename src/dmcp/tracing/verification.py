@@ -226,10 +226,17 @@ def _compare(
 
 @torch.no_grad()
 def _scramble(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Make parameters of one number differ, in place: a last layer of zeros would hide what lies before it."""
+    """Add noise, in place, to parameters that would hide differences between the two networks.
+
+    Those are zeros, such as the scale of a residual branch that training starts from 0, and parameters whose channels
+    are all alike.
+    """
     dice = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if name in cuts and parameter.is_floating_point() and _is_constant(parameter):
+        if not parameter.is_floating_point():
+            continue
+        channels_alike = name in cuts and _is_constant(parameter)
+        if channels_alike or not parameter.any():
             noise = torch.rand(parameter.shape, generator=dice, dtype=torch.float64)
             parameter.add_((0.1 + 0.2 * noise).to(parameter))
 
