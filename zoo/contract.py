@@ -131,7 +131,7 @@ def _steps(entry: Entry) -> Iterator[dict[str, Any]]:
     counted = (counted_macs(net.model, images[:1]), counted_macs(small, images[:1]))
     there = (counted_params(net.model), counted_params(small))
     claims: dict[str, tuple[Any, Any]] = {"macs": (macs, counted), "params": (params, there)}
-    claims["memory"] = (graph.memory(widths), dmcp.trace(small, images).memory())
+    claims["memory"] = (graph.memory(widths), dmcp.trace(small, images, verify=False).memory())
     yield {
         "detail": "; ".join(f"{name} {said} are really {real}" for name, (said, real) in claims.items() if said != real)
     }
