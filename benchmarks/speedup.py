@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import dmcp
-from dmcp.exporting.export import open_file, turn_times
+from dmcp.exporting.export import open_file
+from dmcp.exporting.timing import time_in_turns
 from dmcp.models import rebuild, sample_shape
 
 SEARCHED = Path(__file__).parent / "searched.json"  # widths at 50 % of the MACs: REPORT.md, judge
@@ -61,7 +62,7 @@ def main() -> None:
         uniform = (dmcp.uniform(graph, "50%", align=align) for align in (None, 1))
         chosen = [graph.full, graph.widths(kept), *uniform]
         nets = [make(dmcp.cut(model, graph, widths).eval(), x) for widths in chosen]
-        whole, *small = turn_times(nets, torch.device(given.device))
+        whole, *small = time_in_turns(nets, torch.device(given.device))
         fewer = graph.macs() / graph.macs(chosen[1])
         print(
             f"| {name} | {whole:.3g} | {' | '.join(f'{whole / it:.2f} ×' for it in small)} | {fewer:.2f} |", flush=True

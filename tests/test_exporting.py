@@ -116,7 +116,7 @@ def test_a_file_that_differs_is_not_left_behind(suffix: str, tmp_path: Path, mon
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     path = tmp_path / f"net{suffix}"
     path.write_text("what was there")
-    with pytest.raises(dmcp.FileError, match="not the same network"):
+    with pytest.raises(dmcp.FileError, match="not written"):
         dmcp.export(net, EXAMPLE, path)
     assert [it.read_text() for it in tmp_path.iterdir()] == ["what was there"]
     dmcp.export(net, EXAMPLE, path, tolerance=0.9)
@@ -140,9 +140,9 @@ def nan() -> nn.Module:
         pytest.param(
             Toy(lambda m, x: x.matrix_exp()), "net.onnx", dmcp.TraceError, "No .*matrix_exp", marks=needs_onnx
         ),
-        (nan(), "net.pt2", dmcp.FileError, "not the same"),
+        (nan(), "net.pt2", dmcp.FileError, "not written"),
         (nn.Conv2d(1, 2, 3), "net.pt", dmcp.FileError, "suffix"),
-        (nn.Conv2d(1, 2, 3), "none/net.pt2", dmcp.FileError, "no folder"),
+        (nn.Conv2d(1, 2, 3), "none/net.pt2", dmcp.FileError, "none"),
     ],
 )
 def test_what_cannot_be_exported(

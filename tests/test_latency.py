@@ -23,8 +23,9 @@ from torch import Tensor, nn
 import dmcp
 from dmcp import pruning
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.exporting import latency as timing
-from dmcp.exporting.latency import Latency
+from dmcp.exporting import latency as tables
+from dmcp.exporting.latency import Latency, measure_latency, sample_widths, timer_like
+from dmcp.exporting.timing import Timer, device_name
 from dmcp.markov import CHAIN
 from dmcp.models import build
 from dmcp.report.html import make_page
@@ -86,7 +87,7 @@ def traced() -> tuple[nn.Module, ChannelGraph]:
 
 def measured(device: Callable[[nn.Module], float], **config: Any) -> Latency:
     model, graph = traced()
-    return timing.measure_latency(model, X, graph, LatencyConfig(**config), measure=device)
+    return measure_latency(model, X, graph, LatencyConfig(**config), measure=device)
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def with_latency() -> ChannelGraph:
 def unseen() -> tuple[tuple[dmcp.Widths, float], ...]:
     """Widths that no table was made of, and their times."""
     model, graph = traced()
-    rows = map(graph.widths, timing.sample_widths(graph, LatencyConfig(networks=30, seed=9)))
+    rows = map(graph.widths, sample_widths(graph, LatencyConfig(networks=30, seed=9)))
     return tuple((widths, true_ms(dmcp.cut(model, graph, widths))) for widths in rows)
 
 
@@ -224,8 +225,10 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[An
         widths = expected(replace(found, budget=budget))
         return sum(widths.values()), widths, dmcp.cut(traced()[0], graph, widths)
 
-    low, clock = graph.widths(sizes[:, 0].tolist()), timing.clock_of(table(), None, device)
-    width, outcome = timing.choose(pick, found.budget, graph, graph.cost("latency", low), traced()[0], clock)
+    low, timer = graph.widths(sizes[:, 0].tolist()), timer_like(table(), None, device)
+    width, outcome = tables.choose_within_latency(
+        pick, found.budget, graph, lowest=graph.cost("latency", low), model=traced()[0], timer=timer
+    )
     return outcome, width - sum(expected(found).values())
 
 
@@ -241,12 +244,12 @@ def test_a_network_slower_than_its_forecast_is_chosen_again(scale: float, text: 
 
 def test_this_machine_is_measured() -> None:
     model, graph = traced()
-    found = timing.measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
-    assert (found.place, found.device, found.batch) == ("cpu", timing.device_name("cpu"), 3)
+    found = measure_latency(model, X, graph, LatencyConfig(networks=12, batch=3))
+    assert (found.place, found.device, found.batch) == ("cpu", device_name("cpu"), 3)
     assert found.unpruned_ms > 0 and sum(it.held_out for it in found.networks) == 2
-    assert timing.clock_of(found, X) is not None
+    assert timer_like(found, X) is not None
     with pytest.raises(DmcpError, match="cannot be measured on meta"):
-        timing.measure_latency(model, X, graph, LatencyConfig(device="meta"))
+        measure_latency(model, X, graph, LatencyConfig(device="meta"))
 
 
 # onnxruntime
@@ -256,21 +259,21 @@ def test_this_machine_is_measured() -> None:
 def test_what_onnxruntime_cannot_measure_is_refused_first(more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name in PACKAGES else find(name, *of))
-    monkeypatch.setattr(timing, "trace", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(tables, "trace", lambda *_: pytest.fail("it began"))
     with pytest.raises(DmcpError, match="measure"):
-        timing.measure_latency(traced()[0], X, config=LatencyConfig(runtime=RuntimeKind.ONNX, **more))
-    here = replace(table(), place="cpu", device=timing.device_name("cpu"))
-    assert timing.clock_of(here, X) is not None and timing.clock_of(replace(here, runtime=RuntimeKind.ONNX), X) is None
+        measure_latency(traced()[0], X, config=LatencyConfig(runtime=RuntimeKind.ONNX, **more))
+    here = replace(table(), place="cpu", device=device_name("cpu"))
+    assert timer_like(here, X) is not None and timer_like(replace(here, runtime=RuntimeKind.ONNX), X) is None
 
 
 @needs_onnx
 def test_this_machine_is_measured_in_onnxruntime() -> None:
     config = LatencyConfig(networks=12, batch=3, runtime=RuntimeKind.ONNX)
-    found = timing.measure_latency(build("digits:resnet").eval(), DIGITS, config=config)
-    assert found.how.startswith(f"in onnxruntime on {timing.device_name('cpu')} (batch 3")
-    clock = timing.clock_of(found, DIGITS)
-    assert clock is not None and clock.config.runtime == RuntimeKind.ONNX
-    wide, again = clock.times(build("digits:resnet", width=width).eval() for width in (64, 16))
+    found = measure_latency(build("digits:resnet").eval(), DIGITS, config=config)
+    assert found.how.startswith(f"in onnxruntime on {device_name('cpu')} (batch 3")
+    timer = timer_like(found, DIGITS)
+    assert timer is not None and timer.config.runtime == RuntimeKind.ONNX
+    wide, again = timer.times(build("digits:resnet", width=width).eval() for width in (64, 16))
     assert wide > 2 * again and 0.2 < again / found.unpruned_ms < 5  # a busy machine
 
 
@@ -330,7 +333,7 @@ PRUNE += ["--search-epochs", "2", "--epochs", "1"]
 def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     """This machine is the make-believe device."""
     device = Device()
-    monkeypatch.setattr(timing.Clock, "times", lambda self, nets: [device(net.eval()) for net in nets])
+    monkeypatch.setattr(Timer, "times", lambda self, nets: [device(net.eval()) for net in nets])
     return device
 
 

@@ -17,7 +17,15 @@ from dmcp.compare.methods import Own, chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
 from dmcp.errors import BudgetError, DmcpError, TrainingError, WidthsError
-from dmcp.exporting.latency import Clock, Latency, Measure, Outcome, attach_latency, choose, clock_of, measure_latency
+from dmcp.exporting.latency import (
+    Latency,
+    LatencyOutcome,
+    attach_latency,
+    choose_within_latency,
+    measure_latency,
+    timer_like,
+)
+from dmcp.exporting.timing import Measure, Timer
 from dmcp.markov import group_sizes
 from dmcp.results import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row, compare, results_table, unknown
 from dmcp.retraining import Retraining, calibrated, copied, is_model, is_trained, train_all, trained_before
@@ -73,7 +81,7 @@ class PruneResult:
     rows: tuple[Row, ...]
     budget: Budget
     origin: str = ""  # where the weights come from, in words
-    latency: Outcome | None = None  # of a budget with a limit of latency: what it asks for, and what was measured
+    latency: LatencyOutcome | None = None  # of a budget that limits latency: what it asks for, and what was measured
     front: Mapping[str, PruneResult] = field(default_factory=dict)  # of several budgets: the result of each
 
     @property
@@ -260,7 +268,7 @@ class _Chosen:
     source: nn.Module  # the network that was looked at
     budget: Budget  # with the limit of latency that was used
     search: SearchResult | None = None
-    latency: Outcome | None = None
+    latency: LatencyOutcome | None = None
 
     def cut(self, graph: ChannelGraph) -> nn.Module:
         """The cut network with the weights that it keeps; those of the source where the method has no own."""
@@ -283,7 +291,7 @@ class Work:
     loaders: Loaders
     task: Task
     runtime: Runtime
-    clock: Clock | None  # of a limit of latency: what measures as its table was measured, if that is here
+    clock: Timer | None  # of a limit of latency: what measures as its table was measured, if that is here
 
     def identified(self) -> Work:
         """The same with checkpoints that refuse to go on with other settings, unless they have an identity already."""
@@ -376,7 +384,9 @@ class Work:
         for name, budget in self.budgets.items():
             if limits_latency(budget):
                 folder, lowest = _folder(self.runtime, name * (len(self.budgets) > 1)), self.graph.cost(LATENCY, low)
-                it, outcome = choose(cut_too, budget, self.graph, lowest, self.model, self.clock, folder)
+                it, outcome = choose_within_latency(
+                    cut_too, budget, self.graph, lowest=lowest, model=self.model, timer=self.clock, folder=folder
+                )
                 found[name] = replace(it, latency=outcome)
             else:
                 found[name] = pick(budget)
@@ -455,7 +465,7 @@ def with_latency(
     config: SearchConfig,
     latency: Latency | Measure | None,
     runtime: Runtime,
-) -> tuple[ChannelGraph, Clock | None]:
+) -> tuple[ChannelGraph, Timer | None]:
     """The graph with a latency table if a budget needs one: the given one, that of an earlier run, or a new one.
 
     And what measures as the table was measured, if that is here.
@@ -470,7 +480,7 @@ def with_latency(
 
     graph = attach_latency(graph, spec, measure_first, table, _folder(runtime))
     table = Latency.of(graph)
-    return graph, clock_of(table, sample, measure) if table else None
+    return graph, timer_like(table, sample, measure) if table else None
 
 
 def time_networks(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmcp.exporting.export import turn_times
+from dmcp.exporting.timing import time_in_turns
 from dmcp.runtime.batches import Loader, device_of, size_of
 from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
@@ -78,7 +78,7 @@ def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) 
             undo.enter_context(kept_modes(net))
             net.eval()
         calls = [functools.partial(call_model, net, example) for net in nets]
-        return turn_times(calls, device_of(nets[0]), torch.get_num_threads(), rounds)
+        return time_in_turns(calls, device_of(nets[0]), torch.get_num_threads(), rounds)
 
 
 # text

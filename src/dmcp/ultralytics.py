@@ -15,7 +15,8 @@ from ultralytics.utils import LOGGER
 from ultralytics.utils.torch_utils import unset_deterministic
 
 from dmcp.errors import BudgetError, DataError, TrainingError
-from dmcp.exporting.latency import Latency, Measure
+from dmcp.exporting.latency import Latency
+from dmcp.exporting.timing import Measure
 from dmcp.pruning import Loaders, Spec, Work, check_budget, reachable, read_budgets, read_specs, with_latency
 from dmcp.results import DMCP
 from dmcp.retraining import Retraining

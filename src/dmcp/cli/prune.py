@@ -28,8 +28,8 @@ from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, l
 from dmcp.cutting import cut
 from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.errors import DmcpError
-from dmcp.exporting.export import wait
 from dmcp.exporting.latency import LATENCY_FILE, Latency, attach_latency
+from dmcp.exporting.timing import synchronize
 from dmcp.report.finish import finish
 from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
 from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
@@ -389,7 +389,7 @@ def loader_pace(loader: Any, place: torch.device) -> tuple[float, str]:
         return 0.0, ""
     times, cores = list[float](), core_count()
     for _ in itertools.islice(loader, 2 * _STEPS):
-        wait(place)
+        synchronize(place)
         times.append(time.perf_counter())
     times = times[(len(times) - 1) // 2 :]  # the first ones were made ahead
     more = "it needs more cores" if loader.store else "scale the files down until a quarter of the memory holds them"
@@ -423,7 +423,7 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
                 return scale * times[1]
             begin = time.perf_counter()
             run(some)
-            wait(device_of(job.model))
+            synchronize(device_of(job.model))
             times.append(time.perf_counter() - begin)
         return scale * max(0.0, times[2] - times[1]) / (2 * len(batches) - 1)
 

@@ -37,7 +37,8 @@ from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, pre
 from dmcp.data.folders import FolderSet, no_images, some_sizes
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
-from dmcp.exporting.latency import LATENCY_FILE, Latency, device_name
+from dmcp.exporting.latency import LATENCY_FILE, Latency
+from dmcp.exporting.timing import device_name
 from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning

@@ -23,6 +23,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.exporting import export as exporting
 from dmcp.exporting.latency import measure_latency
+from dmcp.exporting.timing import time_files
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import compare, results_table, score
@@ -273,7 +274,7 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
             done(3)
         measured: dict[str, dict[str, Any]] = {
             name: {"bytes": path.stat().st_size, "ms": ms}
-            for (name, path), ms in zip(files.items(), exporting.milliseconds([*files.values()], example), strict=True)
+            for (name, path), ms in zip(files.items(), time_files([*files.values()], example), strict=True)
         }
         for name in ("int8", "float32") if int8 else ():
             measured[name]["accuracy"] = _accuracy(small, files[name], test)

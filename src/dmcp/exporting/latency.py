@@ -9,12 +9,9 @@ import hashlib
 import json
 import math
 import os
-import platform
-import re
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,14 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from dmcp.arguments import checked
 from dmcp.budgets import LATENCY, Budget, Limit, limits_latency
-from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
-from dmcp.exporting import export as exporting
-from dmcp.exporting.export import blaming, turn_times
+from dmcp.errors import DmcpError, FileError, WidthsError
+from dmcp.exporting.export import missing_packages
+from dmcp.exporting.timing import Measure, Timer, device_name
 from dmcp.runtime.batches import device_of, generator
 from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, record_hash, write_files
@@ -40,12 +36,11 @@ from dmcp.settings import FloatType, LatencyConfig, RuntimeKind
 from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
 from dmcp.tracing.coupling import Dims
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.modules import batch_of, call_model, map_leaves, narrow, rebatch, tensors_in, unwrap
+from dmcp.tracing.modules import narrow, unwrap
 from dmcp.tracing.trace import trace
 from dmcp.tracing.widths import Widths, tuples
 from dmcp.units import FS_PER_MS, show_ms
 
-Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
 Array = NDArray[np.float64]
 Picked = TypeVar("Picked")
 LATENCY_FILE = "latency.json"  # the table's name in a run
@@ -88,21 +83,23 @@ class Latency:
 
     @checked
     def attach(self, graph: ChannelGraph) -> ChannelGraph:
-        """The graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%"."""
+        """Return the graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%"."""
         names = tuple(space.name for space in graph.spaces)
         if (self.fingerprint, self.spaces, self.input_shape) != (graph.fingerprint, names, graph.input_shape):
-            inputs = f"it was measured at {self.input_shape}, this input is {graph.input_shape}"
-            raise WidthsError(f"This latency table is for another network, input or ignored layers ({inputs}).")
+            raise WidthsError(
+                "This latency table is for another network, input or ignored layers "
+                f"(it was measured at {self.input_shape}, this input is {graph.input_shape})."
+            )
         return replace(graph, extra={**graph.extra, LATENCY: self})
 
     @staticmethod
     def of(graph: ChannelGraph) -> Latency | None:
-        """The table that is attached to a graph."""
-        found = graph.extra.get(LATENCY)
-        return found if isinstance(found, Latency) else None
+        """Return the table that is attached to a graph."""
+        table = graph.extra.get(LATENCY)
+        return table if isinstance(table, Latency) else None
 
     def latency_ms(self, widths: Mapping[str, int]) -> float:
-        """Forecast for some widths."""
+        """Forecast the time for some widths."""
         return evaluate(dict(self.terms), [widths[name] for name in self.spaces]) / FS_PER_MS
 
     @property
@@ -112,7 +109,7 @@ class Latency:
 
     @property
     def digest(self) -> str:
-        """A hash of all forecasts."""
+        """Hash of all forecasts."""
         return hashlib.sha256(json.dumps(sorted(self.terms.items())).encode()).hexdigest()[:16]
 
     @property
@@ -120,28 +117,34 @@ class Latency:
         """What was measured, in words."""
         if not self.place:
             return f"by {self.device}"
-        threads = f"{self.threads} thread{'s' * (self.threads != 1)}, " if self.place == "cpu" else ""
+        details = [f"batch {self.batch}", self.dtype]
+        if self.place == "cpu":
+            details.insert(1, "1 thread" if self.threads == 1 else f"{self.threads} threads")
         runtime = "in onnxruntime " if self.runtime == RuntimeKind.ONNX else ""
-        return f"{runtime}on {self.device} (batch {self.batch}, {threads}{self.dtype})"
+        return f"{runtime}on {self.device} ({', '.join(details)})"
 
     @property
     def summary(self) -> str:
         """Device, range and error in a sentence."""
-        held = sum(it.held_out for it in self.networks)
+        held_out = sum(network.held_out for network in self.networks)
         return (
             f"Latency {self.how}: the unpruned network takes {show_ms(self.unpruned_ms)}, the smallest "
-            f"{show_ms(self.networks[1].ms)}; forecasts of {held} held-out networks are off by "
+            f"{show_ms(self.networks[1].ms)}; forecasts of {held_out} held-out networks are off by "
             f"{self.median_error:.1%} (median), {self.largest_error:.1%} at most."
         )
 
     @property
     def warning(self) -> str:
         """A sentence about forecasts that cannot be relied on; empty if they can."""
-        off = f"Forecasts of latency are off by {self.median_error:.0%} (median of held-out networks)"
-        return f"{off}: the machine was busy; measure on an idle one." if self.median_error > _POOR else ""
+        if self.median_error <= _POOR:
+            return ""
+        return (
+            f"Forecasts of latency are off by {self.median_error:.0%} (median of held-out networks): "
+            "the machine was busy. Measure on an idle one."
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `from_json` turns back into the same value."""
+        """Return plain data that `from_json` turns back into the same value."""
         terms = [[list(spaces), factor] for spaces, factor in self.terms.items()]
         record = {"format": _FORMAT} | asdict(self) | {"terms": terms}
         return record | {_CHECKSUM: record_hash(record)}
@@ -150,28 +153,34 @@ class Latency:
     def from_json(data: Any, name: object = "this table") -> Latency:
         """Read what `to_json` wrote; anything else is refused."""
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            needs = f"dmcp latency --out {LATENCY_FILE} writes one"
-            raise FileError(f"{name}: not a latency table in the format {_FORMAT!r}: {needs}.")
+            writer = f"dmcp latency --out {LATENCY_FILE} writes one"
+            raise FileError(f"{name}: not a latency table in the format {_FORMAT!r}: {writer}.")
         if data.get(_CHECKSUM) != record_hash(data):
             raise FileError(f"{name}: damaged, or changed since it was measured: measure the latency again.")
         try:
-            plain = {key: value for key, value in data.items() if key not in ("format", _CHECKSUM)}
-            plain["terms"] = {tuple(spaces): factor for spaces, factor in data["terms"]}
-            plain["input_shape"] = tuples(data["input_shape"])
-            return from_plain(Latency, plain)
+            fields = {key: value for key, value in data.items() if key not in ("format", _CHECKSUM)}
+            fields["terms"] = {tuple(spaces): factor for spaces, factor in data["terms"]}
+            fields["input_shape"] = tuples(data["input_shape"])
+            return from_plain(Latency, fields)
         except (KeyError, TypeError, ValueError) as error:
             raise FileError(f"{name}: not a latency table of this version: {quote(error)}.") from None
 
     @checked
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a JSON file."""
-        write_files(Path(path).parent, {Path(path).name: json.dumps(self.to_json(), indent=1).encode()})
+        """Write the table to a JSON file."""
+        path = Path(path)
+        write_files(path.parent, {path.name: json.dumps(self.to_json(), indent=1).encode()})
 
     @staticmethod
     @checked
     def load(path: str | os.PathLike[str]) -> Latency:
-        """Read such a file."""
+        """Read a file that `save` wrote."""
         return Latency.from_json(parse_json(read_bytes(Path(path), MOST_JSON), path), path)
+
+
+# measuring
+
+_HELD_OUT = 5  # every fifth network
 
 
 @checked
@@ -190,46 +199,79 @@ def measure_latency(
         may export the network and time it on a phone. It is called once per network. Without it, this machine is
         measured, with as many threads as torch has.
     """
-    config, start = config or LatencyConfig(), time.perf_counter()
+    start = time.perf_counter()
+    config = config or LatencyConfig()
     in_onnx = config.runtime == RuntimeKind.ONNX and measure is None
-    if in_onnx and (torch.device(config.device or "cpu").type != "cpu" or config.dtype != FloatType.FLOAT32):
-        raise DmcpError("In onnxruntime latency is measured on the CPU in float32 only: measure it in torch.")
-    if in_onnx and (missing := exporting.missing_packages()):
-        raise DmcpError(f"{missing}, or measure in torch.")
-    graph, model = graph or trace(model, example), unwrap(model)
+    if in_onnx:
+        _check_onnx(config)
+
+    if graph is None:
+        graph = trace(model, example)
+    model = unwrap(model)
     graph.check_architecture(model)
-    config = replace(config, device=config.device or ("cpu" if in_onnx else str(device_of(model))))
-    clock, rows = Clock(config, torch.get_num_threads(), example, measure), sample_widths(graph, config)
-    times = clock.times(_narrow(model, graph, row) for row in each("networks", rows))
+
+    # Which networks are measured, and by what.
+    device = config.device
+    if not device:
+        device = "cpu" if in_onnx else str(device_of(model))
+    config = replace(config, device=device)
+    rows = sample_widths(graph, config)
+    timer = Timer(config=config, threads=torch.get_num_threads(), example=example, measure=measure)
+    times = timer.times(_cut(model, graph, row) for row in each("networks", rows))
+
+    # The table is a fit to all networks. A fit without the held-out ones says how good its forecasts are.
     kinds = work(graph)
-    held = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(rows))]
-    seen = [number for number, out in enumerate(held) if not out]
-    terms, blind = fit(kinds, rows, times), fit(kinds, [rows[it] for it in seen], [times[it] for it in seen])
-    networks = tuple(
-        Timed(tuple(row), ms, evaluate(blind if out else terms, row) / FS_PER_MS, out)
-        for row, ms, out in zip(rows, times, held, strict=True)
-    )
-    errors = [abs(it.forecast_ms / it.ms - 1) for it in networks if it.held_out]
+    terms = fit(kinds, rows, times)
+    is_held_out = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(rows))]
+    fitted = [number for number in range(len(rows)) if not is_held_out[number]]
+    blind_terms = fit(kinds, [rows[number] for number in fitted], [times[number] for number in fitted])
+
+    networks: list[Timed] = []
+    errors: list[float] = []
+    for row, ms, held_out in zip(rows, times, is_held_out, strict=True):
+        forecast_ms = evaluate(blind_terms if held_out else terms, row) / FS_PER_MS
+        networks.append(Timed(tuple(row), ms, forecast_ms, held_out))
+        if held_out:
+            errors.append(abs(forecast_ms / ms - 1))
+
+    name = getattr(measure, "__name__", type(measure).__name__)
+    device_type = ""
+    if measure is None:
+        name = device_name(device)
+        device_type = torch.device(device).type
     return Latency(
         terms=terms,
         fingerprint=graph.fingerprint,
         spaces=tuple(space.name for space in graph.spaces),
         input_shape=graph.input_shape,
-        networks=networks,
+        networks=tuple(networks),
         median_error=median(errors),
         largest_error=max(errors),
-        device=device_name(config.device) if measure is None else getattr(measure, "__name__", type(measure).__name__),
-        place=torch.device(config.device).type if measure is None else "",
+        device=name,
+        place=device_type,
         batch=config.batch,
-        threads=clock.threads,
+        threads=timer.threads,
         dtype=config.dtype,
         seconds=time.perf_counter() - start,
         runtime=config.runtime,
     )
 
 
+def _check_onnx(config: LatencyConfig) -> None:
+    """Refuse what onnxruntime cannot measure here."""
+    on_cpu = torch.device(config.device or "cpu").type == "cpu"
+    if not on_cpu or config.dtype != FloatType.FLOAT32:
+        raise DmcpError("In onnxruntime latency is measured on the CPU in float32 only: measure it in torch.")
+    missing = missing_packages()
+    if missing:
+        raise DmcpError(f"{missing}, or measure in torch.")
+
+
 def sample_widths(graph: ChannelGraph, config: LatencyConfig) -> list[list[int]]:
-    """Widths to measure: unpruned, the smallest, then random ones, every other time with all spaces near one ratio."""
+    """Draw the widths to measure: unpruned, the smallest, then random ones.
+
+    In every other network all spaces are near one ratio, as in networks that are chosen for a budget.
+    """
     options = between(graph, config.min_channels, config.max_channels, config.align)
     if not options.last.any():
         raise WidthsError("There is nothing to measure: no space can be narrowed within min_channels and max_channels.")
@@ -237,64 +279,69 @@ def sample_widths(graph: ChannelGraph, config: LatencyConfig) -> list[list[int]]
     rows = [graph.full.tensor(), options.widths(torch.zeros_like(options.last))]
     for number in range(config.networks - 2):
         shares = torch.rand(len(options.last), generator=random, dtype=torch.float64)
-        if number % 2:  # as those of networks that were chosen for a budget
-            middle = torch.rand(1, generator=random, dtype=torch.float64)
-            shares = (middle + 0.2 * (shares - 0.5)).clamp(0, 1)
+        if number % 2:
+            common_share = torch.rand(1, generator=random, dtype=torch.float64)
+            shares = (common_share + 0.2 * (shares - 0.5)).clamp(0, 1)
         rows.append(options.widths((shares * options.last).round().long()))
     return [row.tolist() for row in rows]
 
 
-def _narrow(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Module:
-    """As `cut`, without its check by replay: the network is run anyway."""
+def _cut(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Module:
+    """Cut a copy of the model, without the check by replay that `cut` makes: the network is run anyway."""
     widths = graph.widths(row)
     return narrow(model, graph.cuts(widths), graph.attributes(widths))
 
 
 # fitting
 
-LAYERS, OTHERS = "written by layers", "written by other ops"
-_HELD_OUT = 5  # every fifth network
+LAYERS, OTHERS = "written by layers", "written by other ops"  # kinds of work, beside those of multiply-adds
 _CLOSE, _TURNS = 1e-4, 12  # of iteratively reweighted least squares
 _FIRM = 1e4  # weight of the unpruned network there
 
 
 def work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
-    """MACs of the eval pass, and numbers written, by kind and resolution of the layer; views write nothing."""
-    first = graph.coupling.passes[0]
-    recording, costs, layouts = first.recording, first.costs, first.layouts
-    ops = {out: op for op in recording.ops for out in op.outs if out is not None}
-    found: dict[tuple[str, int], list[Terms]] = {}
+    """Count the MACs of the eval pass, and the numbers written, by kind and resolution of the layer."""
+    eval_pass = graph.coupling.passes[0]
+    recording = eval_pass.recording
+    parts: dict[tuple[str, int], list[Terms]] = collections.defaultdict(list)
 
     def add(kind: str, value: int, coefficient: int, dims: Dims) -> None:
         shape = recording.shapes[value]
+        resolution = math.prod(shape[2:]) if len(shape) > 3 else 1
         terms = product(coefficient, graph.coupling.in_spaces(dims, graph.space_numbers))
-        found.setdefault((kind, math.prod(shape[2:]) if len(shape) > 3 else 1), []).append(terms)
+        parts[kind, resolution].append(terms)
 
-    for cost in costs:
-        groups = ops[cost.out].arguments().get("groups")  # these write as much for far fewer products
-        kind = f"grouped {cost.kind}" if isinstance(groups, int) and groups > 1 else cost.kind
-        add(kind, cost.out, cost.coefficient, cost.dims)
-    layers = {cost.out for cost in costs}
+    # Multiply-adds. Grouped layers are a kind of their own: they write as much for far fewer products.
+    writers = {out: op for op in recording.ops for out in op.outs if out is not None}
+    for cost in eval_pass.costs:
+        groups = writers[cost.out].arguments().get("groups")
+        is_grouped = isinstance(groups, int) and groups > 1
+        add(f"grouped {cost.kind}" if is_grouped else cost.kind, cost.out, cost.coefficient, cost.dims)
+
+    # Numbers written. Views write nothing; what else norms and pools return is small, or not needed.
+    layers = {cost.out for cost in eval_pass.costs}
     for op in recording.ops:
-        out = op.outs[0] if op.outs else None  # what else norms and pools return is small, or not needed
-        if out is not None and out not in recording.tensors and not op.func.is_view and op.name not in VIEWS:
-            add(LAYERS if out in layers else OTHERS, out, 1, layouts[out])
-    return {key: total(parts) for key, parts in found.items()}
+        out = op.outs[0] if op.outs else None
+        if out is None or out in recording.tensors or op.func.is_view or op.name in VIEWS:
+            continue
+        add(LAYERS if out in layers else OTHERS, out, 1, eval_pass.layouts[out])
+    return {key: total(terms) for key, terms in parts.items()}
 
 
 def fit(kinds: Mapping[tuple[str, int], Terms], rows: Sequence[Sequence[int]], ms: Sequence[float]) -> Terms:
-    """Femtoseconds as a polynomial in the widths: a constant, and a price per unit of each kind of work."""
+    """Fit femtoseconds as a polynomial in the widths: a constant, and a price per unit of each kind of work."""
     parts: list[Terms] = [{(): 1}, *kinds.values()]
-    table = np.array([[float(evaluate(part, row)) for part in parts] for row in rows])  # (N, P)
-    summed: dict[tuple[int, ...], float] = collections.defaultdict(float)
-    for part, price in zip(parts, least_errors(table, np.array(ms)).tolist(), strict=True):
+    amounts = np.array([[float(evaluate(part, row)) for part in parts] for row in rows])  # (N, P)
+    prices = least_errors(amounts, np.array(ms)).tolist()
+    terms: dict[tuple[int, ...], float] = collections.defaultdict(float)
+    for part, price in zip(parts, prices, strict=True):
         for spaces, factor in part.items():
-            summed[spaces] += factor * price * FS_PER_MS
-    return {spaces: round(value) for spaces, value in summed.items()}
+            terms[spaces] += factor * price * FS_PER_MS
+    return {spaces: round(value) for spaces, value in terms.items()}
 
 
-def least_errors(table: Array, times: Array) -> Array:
-    """Prices with the least sum of relative errors, which outliers do not bend. (N, P), (N,) -> (P,)
+def least_errors(amounts: Array, times: Array) -> Array:
+    """Find prices with the least sum of relative errors, which outliers do not bend. (N, P), (N,) -> (P,)
 
     The first network, the unpruned one, has no error: shares of its time are then the same measured and forecast. One
     factor for all forecasts would do that too, but spoil those of narrow networks.
@@ -302,118 +349,33 @@ def least_errors(table: Array, times: Array) -> Array:
     scale = 1 / times
     for _ in range(_TURNS):
         scale[0] = _FIRM / times[0]
-        prices = nonnegative(table * scale[:, None], times * scale)
-        scale = 1 / (times * np.sqrt(np.maximum(np.abs(table @ prices / times - 1), _CLOSE)))
+        prices = nonnegative(amounts * scale[:, None], times * scale)
+        errors = np.abs(amounts @ prices / times - 1)
+        scale = 1 / (times * np.sqrt(np.maximum(errors, _CLOSE)))
     return prices
 
 
-def nonnegative(table: Array, wanted: Array) -> Array:
-    """Least squares without the columns that would have a negative price. (N, P), (N,) -> (P,)"""
-    scale = np.linalg.norm(table, axis=0)
-    free = scale > 0
+def nonnegative(amounts: Array, times: Array) -> Array:
+    """Solve least squares without the columns that would have a negative price. (N, P), (N,) -> (P,)"""
+    scale = np.linalg.norm(amounts, axis=0)
+    is_free = scale > 0
     while True:
-        found = np.zeros(len(scale))
-        found[free] = np.linalg.lstsq(table[:, free] / scale[free], wanted, rcond=None)[0] / scale[free]
-        if (found >= 0).all():
-            return found
-        free[np.argmin(found * scale)] = False
-
-
-# timing
-
-
-@dataclass(frozen=True)
-class Clock:
-    """What times networks: a user's function, or this machine."""
-
-    config: LatencyConfig  # with a device
-    threads: int
-    example: Any
-    measure: Measure | None = None
-
-    def times(self, nets: Iterator[nn.Module]) -> list[float]:
-        """Milliseconds of a forward pass of each network; they must be copies, which are moved."""
-        if self.measure is not None:
-            measured = [self.measure(net.eval()) for net in nets]
-            try:
-                times = [float(ms) for ms in measured]
-            except (TypeError, ValueError, RuntimeError):
-                times = []
-            if not times or not all(0 < ms < math.inf for ms in times):
-                kinds = times or type(measured[0]).__name__
-                raise BudgetError(f"The function that measures must return milliseconds above 0, not {kinds}.")
-            return times
-        device, dtype = torch.device(self.config.device), getattr(torch, self.config.dtype)
-        example = self.example if batch_of(self.example) is None else rebatch(self.example, self.config.batch)
-        place = f"{device} with a batch of {self.config.batch} in {self.config.dtype}"
-        in_onnx = self.config.runtime == RuntimeKind.ONNX
-        with blaming(f"The latency cannot be measured on {place}", DmcpError), torch.inference_mode(not in_onnx):
-            example = tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), example)
-            moved = (net.to(device=device, dtype=dtype).eval() for net in nets)
-            calls = open_sessions(moved, example, self.threads) if in_onnx else None
-            calls = calls or [functools.partial(call_model, net, example) for net in moved]
-            return turn_times(calls, device, self.threads)
-
-
-def device_name(device: str) -> str:
-    """The name of a GPU, the model of a CPU."""
-    kind, facts = torch.device(device).type, Path("/proc/cpuinfo")
-    if kind != "cpu":
-        return torch.cuda.get_device_name(torch.device(device)) if kind == "cuda" else kind
-    text = facts.read_text(errors="replace") if facts.exists() else ""
-    found = re.search(r"^(?:model name|Model)\s*:\s*(\S.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine() or "a CPU"
-
-
-def clock_of(table: Latency, example: Any, measure: Measure | None = None) -> Clock | None:
-    """What measures as the table was measured; None if this machine cannot."""
-    here = ""
-    with contextlib.suppress(RuntimeError, AssertionError):  # no such device
-        here = device_name(table.place) if table.place else ""
-    missing = table.runtime == RuntimeKind.ONNX and exporting.missing_packages()
-    if measure is None and (here != table.device or missing):
-        return None
-    config = LatencyConfig(batch=table.batch, device=table.place, dtype=table.dtype, runtime=table.runtime)
-    return Clock(config, table.threads, example, measure)
-
-
-@torch.no_grad()
-def open_sessions(nets: Iterator[nn.Module], example: Any, threads: int) -> list[Callable[[], object]]:
-    """A forward pass in onnxruntime for each network, in eval mode.
-
-    By torch's older exporter: for 40 networks it takes minutes less than the one that `export` uses.
-    """
-    calls = list[Callable[[], object]]()
-    for net in nets:
-        with tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
-            path = Path(folder) / "net.onnx"
-            with exporting.silence():  # the batch size is fixed: a free one costs time
-                torch.onnx.export(_Flat(net, example).eval(), tuple(tensors_in(example)), path, dynamo=False)
-            calls.append(functools.partial(exporting.open_file(path, threads).run, example))
-    return calls
-
-
-class _Flat(nn.Module):
-    """A network that takes and returns a flat list of tensors."""
-
-    def __init__(self, net: nn.Module, example: Any) -> None:
-        super().__init__()
-        self.net, self.example = net, example
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rest = iter(tensors)
-        example = map_leaves(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, self.example)
-        return tuple(tensors_in(call_model(self.net, example)))
+        prices = np.zeros(len(scale))
+        solution = np.linalg.lstsq(amounts[:, is_free] / scale[is_free], times, rcond=None)[0]
+        prices[is_free] = solution / scale[is_free]
+        if (prices >= 0).all():
+            return prices
+        is_free[np.argmin(prices * scale)] = False
 
 
 # choosing widths by it
 
 CHOICE_FILE = "choice-{}.json"  # times of what was picked, beside the checkpoints of a search
-_TRIES = 3  # further choices, where a network is slower than its forecast
+_TRIES = 3  # further choices, if a network is slower than its forecast
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class LatencyOutcome:
     """How a latency limit ended: milliseconds of a forward pass."""
 
     asked_ms: float
@@ -426,71 +388,108 @@ class Outcome:
     @property
     def held(self) -> bool:
         """Whether the network is fast enough, as measured, or else as predicted."""
-        return (self.predicted_ms if self.measured_ms is None else self.measured_ms) <= self.asked_ms
+        ms = self.predicted_ms if self.measured_ms is None else self.measured_ms
+        return ms <= self.asked_ms
 
     @property
     def text(self) -> str:
-        """In a sentence."""
-        measured = "not measured" if self.measured_ms is None else f"measured {show_ms(self.measured_ms)}"
-        again = f", chosen again {self.again}x" if self.again else ""
-        asked, predicted, unpruned = map(show_ms, (self.asked_ms, self.predicted_ms, self.unpruned_ms))
-        times = f"asked {asked}, predicted {predicted}, {measured}{again}; the unpruned network takes {unpruned}"
-        return f"latency {self.how}: {times}"
+        """The outcome in a sentence."""
+        measured = "not measured"
+        if self.measured_ms is not None:
+            measured = f"measured {show_ms(self.measured_ms)}"
+        if self.again:
+            measured += f", chosen again {self.again}x"
+        return (
+            f"latency {self.how}: asked {show_ms(self.asked_ms)}, predicted {show_ms(self.predicted_ms)}, {measured}; "
+            f"the unpruned network takes {show_ms(self.unpruned_ms)}"
+        )
 
     @property
     def warning(self) -> str:
         """A sentence about a limit that is exceeded, or was not measured; empty otherwise."""
         if self.measured_ms is None:
-            forecast = f"{show_ms(self.predicted_ms)} is a forecast"
-            return f"The latency was not measured, {forecast}: the table is {self.how}, which is not here."
-        takes = f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for"
-        return "" if self.held else f"{takes}: ask for less, or measure on an idle machine."
+            return (
+                f"The latency was not measured, {show_ms(self.predicted_ms)} is a forecast: "
+                f"the table was measured {self.how}, which is not available here."
+            )
+        if self.held:
+            return ""
+        return (
+            f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for. "
+            "Choose a smaller budget, or measure on an idle machine."
+        )
 
 
-def choose(
+def choose_within_latency(
     pick: Callable[[Budget], tuple[Picked, Widths, nn.Module]],
     budget: Budget,
     graph: ChannelGraph,
+    *,
     lowest: int,
     model: nn.Module,
-    clock: Clock | None,
+    timer: Timer | None,
     folder: Path | None = None,
-) -> tuple[Picked, Outcome]:
-    """What is picked for the budget, where its cut network, once measured, is inside the latency limit.
+) -> tuple[Picked, LatencyOutcome]:
+    """Pick for the budget, and again if the cut network, once measured, is slower than the latency limit.
 
-    Where that is too slow, the limit is lowered by as much, down to `lowest`, and it is picked again. Rank 0 measures
-    for all, once: times that are in the folder are kept.
+    The limit is then lowered by as much, down to `lowest` femtoseconds. Rank 0 measures for all, once: times that are
+    in the folder are kept.
     """
     table = Latency.of(graph)
     assert table is not None
-    asked = target = next(limit.target for limit in budget.limits if limit.kind == LATENCY)
+    asked = next(limit.target for limit in budget.limits if limit.kind == LATENCY)
+    target = asked
     for again in range(_TRIES + 1):
-        limits = tuple(Limit(it.kind, target) if it.kind == LATENCY else it for it in budget.limits)
-        picked, widths, small = pick(replace(budget, limits=limits))
-        beside, predicted = functools.partial(_time_beside, clock, small, model), graph.cost(LATENCY, widths)
-        share = _once(folder and folder / CHOICE_FILE.format(again), beside)["share"]
-        outcome = Outcome(
+        limits = [Limit(LATENCY, target) if limit.kind == LATENCY else limit for limit in budget.limits]
+        picked, widths, small = pick(replace(budget, limits=tuple(limits)))
+        predicted = graph.cost(LATENCY, widths)
+
+        file = None if folder is None else folder / CHOICE_FILE.format(again)
+        share = _once(file, functools.partial(_time_beside, timer, small, model))["share"]
+        measured_ms = None if share is None else share * table.unpruned_ms
+        outcome = LatencyOutcome(
             asked_ms=asked / FS_PER_MS,
             predicted_ms=predicted / FS_PER_MS,
             unpruned_ms=table.unpruned_ms,
             how=table.how,
-            measured_ms=None if share is None else share * table.unpruned_ms,
+            measured_ms=measured_ms,
             again=again,
         )
-        if outcome.measured_ms is None or outcome.held or target == lowest:
+        if measured_ms is None or outcome.held or target == lowest:
             break
-        target = max(math.floor(min(target, predicted) * outcome.asked_ms / outcome.measured_ms), lowest)
+        target = max(math.floor(min(target, predicted) * outcome.asked_ms / measured_ms), lowest)
     if outcome.warning and current().first:
         warnings.warn(outcome.warning, stacklevel=3)
     return picked, outcome
 
 
-def _time_beside(clock: Clock | None, small: nn.Module, model: nn.Module) -> dict[str, float | None]:
-    """A network's share of the time of the unpruned one, measured beside it: a machine that is busy slows both."""
-    if clock is None:
+def _time_beside(timer: Timer | None, small: nn.Module, model: nn.Module) -> dict[str, float | None]:
+    """Measure a network's share of the time of the unpruned one, beside it: a machine that is busy slows both."""
+    if timer is None:
         return {"share": None}
-    whole, ms = clock.times(iter([narrow(unwrap(model), {}, {}), small]))
-    return {"share": ms / whole}
+    copy_of_model = narrow(unwrap(model), {}, {})
+    unpruned_ms, small_ms = timer.times([copy_of_model, small])
+    return {"share": small_ms / unpruned_ms}
+
+
+def timer_like(table: Latency, example: Any, measure: Measure | None = None) -> Timer | None:
+    """Return what measures as the table was measured; None if this machine cannot."""
+    if measure is None:
+        if not _is_device_of(table):
+            return None
+        if table.runtime == RuntimeKind.ONNX and missing_packages():
+            return None
+    config = LatencyConfig(batch=table.batch, device=table.place, dtype=table.dtype, runtime=table.runtime)
+    return Timer(config=config, threads=table.threads, example=example, measure=measure)
+
+
+def _is_device_of(table: Latency) -> bool:
+    """Return True if this machine has the device that a table was measured on."""
+    name = ""
+    if table.place:
+        with contextlib.suppress(RuntimeError, AssertionError):  # there is no such device
+            name = device_name(table.place)
+    return name == table.device
 
 
 # one table and the same times for all ranks, also after an interruption
@@ -503,24 +502,26 @@ def attach_latency(
     table: Latency | None = None,
     folder: Path | None = None,
 ) -> ChannelGraph:
-    """The graph with a latency table if the budget needs one: the given one, the folder's, or a new one saved there."""
+    """Attach a latency table if the budget needs one: the given one, that of the folder, or a new one, saved there."""
     if table is not None:
         return table.attach(graph)
     if LATENCY in graph.extra or not limits_latency(budget):
         return graph
-    found = Latency.from_json(_once(folder and folder / LATENCY_FILE, lambda: measure().to_json()), folder)
-    if found.warning and current().first:
-        warnings.warn(found.warning, stacklevel=3)
-    return found.attach(graph)
+    file = None if folder is None else folder / LATENCY_FILE
+    table = Latency.from_json(_once(file, lambda: measure().to_json()), folder)
+    if table.warning and current().first:
+        warnings.warn(table.warning, stacklevel=3)
+    return table.attach(graph)
 
 
 def _once(path: Path | None, find: Callable[[], dict[str, Any]]) -> Any:
-    """Plain data for all ranks: what is in the file, or what rank 0 finds and writes there."""
+    """Return plain data for all ranks: what is in the file, or what rank 0 finds and writes there."""
     text = b""
-    if current().first and path is not None and path.exists():
-        text = read_bytes(path, MOST_JSON)
-    elif current().first:
-        text = json.dumps(find(), indent=1).encode()
-        if path is not None:
-            write_files(path.parent, {path.name: text})
+    if current().first:
+        if path is not None and path.exists():
+            text = read_bytes(path, MOST_JSON)
+        else:
+            text = json.dumps(find(), indent=1).encode()
+            if path is not None:
+                write_files(path.parent, {path.name: text})
     return parse_json(gather(text, current())[0], path)

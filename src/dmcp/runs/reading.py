@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.errors import FileError
-from dmcp.exporting.latency import Outcome
+from dmcp.exporting.latency import LatencyOutcome
 from dmcp.results import ACCURACY, Row, pruned
 from dmcp.runs.files import (
     EXPORTED,
@@ -61,7 +61,7 @@ class PastRun:
     targets: Mapping[str, int] = field(default_factory=dict)  # of the budget, by kind
     expected: Mapping[str, float] = field(default_factory=dict)  # width of each space at the end of the search
     widths: Mapping[str, int] = field(default_factory=dict)
-    latency: Outcome | None = None
+    latency: LatencyOutcome | None = None
     exported: ExportTimes | None = None
     running: bool = False
     problems: tuple[str, ...] = ()  # what could not be read
@@ -197,7 +197,7 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
 
         file = OUTCOME
         if (folder / OUTCOME).is_file():
-            facts["latency"] = from_plain(Outcome, read_json(folder / OUTCOME))
+            facts["latency"] = from_plain(LatencyOutcome, read_json(folder / OUTCOME))
 
         file = EXPORTED
         if (folder / EXPORTED).is_file():

@@ -1,0 +1,208 @@
+"""Timing: how long networks and files take, in torch and in onnxruntime."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from dmcp.errors import BudgetError, DmcpError
+from dmcp.exporting.export import blaming, open_file, random_like, silence
+from dmcp.runtime.progress import phase
+from dmcp.settings import LatencyConfig, RuntimeKind
+from dmcp.tracing.modules import batch_of, call_model, map_leaves, rebatch, tensors_in, without_autocast
+
+Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
+_MAX_ROUNDS, _MIN_ROUNDS, _MAX_SECONDS = 30, 5, 30.0  # limits of the turns that networks take
+_PASSES = 3  # of a turn that are timed
+_FAST = 10  # one pass in ten counts as a fast one
+_RESOLUTION = 1e-6  # seconds that a clock must tell apart
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timer:
+    """Times networks: on this machine, or by a user's function."""
+
+    config: LatencyConfig  # with a device
+    threads: int
+    example: Any
+    measure: Measure | None = None
+
+    def times(self, nets: Iterable[nn.Module]) -> list[float]:
+        """Return the milliseconds of a forward pass of each network. They must be copies, since they are moved."""
+        if self.measure is not None:
+            return _times_of_user(self.measure, nets)
+
+        device = torch.device(self.config.device)
+        dtype = getattr(torch, self.config.dtype)
+        in_onnx = self.config.runtime == RuntimeKind.ONNX
+        example = self.example
+        if batch_of(example) is not None:
+            example = rebatch(example, self.config.batch)
+
+        setting = f"{device} with a batch of {self.config.batch} in {self.config.dtype}"
+        with blaming(f"The latency cannot be measured on {setting}", DmcpError), torch.inference_mode(not in_onnx):
+
+            def move(tensor: Tensor) -> Tensor:
+                return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+            example = tree_map_only(Tensor, move, example)
+            calls: list[Callable[[], object]] = []
+            for net in nets:
+                net = net.to(device=device, dtype=dtype).eval()
+                if in_onnx:
+                    calls.append(_session(net, example, self.threads))
+                else:
+                    calls.append(functools.partial(call_model, net, example))
+            return time_in_turns(calls, device, self.threads)
+
+
+def _times_of_user(measure: Measure, nets: Iterable[nn.Module]) -> list[float]:
+    """Call a user's function, and check what it returns."""
+    results = [measure(net.eval()) for net in nets]
+    try:
+        times = [float(ms) for ms in results]
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(results[0]).__name__
+        raise BudgetError(f"The function that measures must return milliseconds above 0, not a {kind}.") from None
+    if not all(0 < ms < math.inf for ms in times):
+        raise BudgetError(f"The function that measures must return milliseconds above 0, not {times}.")
+    return times
+
+
+def device_name(device: str) -> str:
+    """Return the name of a GPU, or the model of a CPU."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    if kind != "cpu":
+        return kind
+
+    description = Path("/proc/cpuinfo")
+    if description.exists():
+        text = description.read_text(errors="replace")
+        line = re.search(r"^(?:model name|Model)\s*:\s*(\S.*)$", text, re.MULTILINE)
+        if line:
+            return line[1].strip()
+    return platform.processor() or platform.machine() or "a CPU"
+
+
+# networks in onnxruntime
+
+
+@torch.no_grad()
+def _session(net: nn.Module, example: Any, threads: int) -> Callable[[], object]:
+    """Return a forward pass of a network, in eval mode, in onnxruntime.
+
+    torch's older exporter writes the file: for 40 networks it takes minutes less than the one that `export` uses.
+    """
+    with tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
+        path = Path(folder) / "net.onnx"
+        flat = _FlatNetwork(net, example).eval()
+        with silence():  # the batch size is fixed: a free one would cost time
+            torch.onnx.export(flat, tuple(tensors_in(example)), path, dynamo=False)
+        return functools.partial(open_file(path, threads).run, example)
+
+
+class _FlatNetwork(nn.Module):
+    """A network that takes and returns a flat list of tensors."""
+
+    def __init__(self, net: nn.Module, example: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.example = example
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        upcoming = iter(tensors)
+        inputs = map_leaves(lambda leaf: next(upcoming) if isinstance(leaf, Tensor) else leaf, self.example)
+        return tuple(tensors_in(call_model(self.net, inputs)))
+
+
+@without_autocast
+@torch.no_grad()
+def time_files(paths: Sequence[Path], example: Any) -> list[float]:
+    """Return the milliseconds of one sample in each file, on one thread of the CPU.
+
+    With more threads, idle ones of one file would disturb the others.
+    """
+    sample = random_like(example, 1)
+    return time_in_turns([functools.partial(open_file(path, threads=1).run, sample) for path in paths])
+
+
+# the clock
+
+
+def time_in_turns(
+    calls: Sequence[Callable[[], object]], device: torch.device = _CPU, threads: int = 1, rounds: int = _MAX_ROUNDS
+) -> list[float]:
+    """Return the milliseconds that each call usually takes: its fast passes, times one factor for all calls.
+
+    The calls take turns, so that a machine that is slow for a while is slow for all of them. Fast passes are hardly
+    disturbed; the factor is how much longer than a fast pass a usual one takes.
+    """
+    now = _clock(device, threads)
+    times: list[list[float]] = [[] for _ in calls]
+    start = time.perf_counter()
+    with phase("timing", rounds + 1) as update, _threads(threads):
+        for turn in range(rounds + 1):
+            is_late = time.perf_counter() - start > _MAX_SECONDS
+            if is_late and turn > _MIN_ROUNDS:
+                break
+            for call, call_times in zip(calls, times, strict=True):
+                for number in range(_PASSES + 1):
+                    synchronize(device)
+                    before = now()
+                    call()
+                    synchronize(device)
+                    ms = 1000 * (now() - before)
+                    # The first turn loads kernels, and the first pass of each turn warms caches.
+                    if turn > 0 and number > 0:
+                        call_times.append(ms)
+            update(turn + 1)
+        update(rounds + 1)
+
+    fast = [sorted(call_times)[len(call_times) // _FAST] for call_times in times]
+    factor = median(median(call_times) / fast_ms for call_times, fast_ms in zip(times, fast, strict=True))
+    return [factor * fast_ms for fast_ms in fast]
+
+
+def _clock(device: torch.device, threads: int) -> Callable[[], float]:
+    """Return a clock: that of this thread if it does all of the work, since it stops while others have the processor.
+
+    The thread's clock is coarse on some systems.
+    """
+    is_fine = time.get_clock_info("thread_time").resolution <= _RESOLUTION
+    if device.type == "cpu" and threads == 1 and is_fine:
+        return time.thread_time
+    return time.perf_counter
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked for."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
