@@ -34,7 +34,7 @@ from dmcp import models
 from dmcp.compare.problem import Problem as PeerProblem
 from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
-from dmcp.pruning import for_budget
+from dmcp.results import for_budget
 from dmcp.searching import steps as search_steps
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.subnets import chains as chains_of

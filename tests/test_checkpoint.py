@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from dmcp.errors import DataError, FileError, StoppedError, TrainingError
-from dmcp.pruning import Loaders, prune
+from dmcp.pruning import prune
+from dmcp.request import Loaders
 from dmcp.runtime import checkpoint
 from dmcp.runtime.checkpoint import Checkpoint, Checkpointer, ResumableIterator, State, load_checkpoint, save_checkpoint
 from dmcp.runtime.distributed import SINGLE_PROCESS, World

@@ -23,12 +23,13 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError, FileError
 from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
-from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST, LabelsWarning
+from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.records import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.losses import DistillationWarning, MetricWarning, classification_loss
+from dmcp.training.trained import LabelsWarning
 
 SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
 TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)

@@ -23,7 +23,7 @@ def test_an_accuracy_has_points_and_a_standard_error() -> None:
     _, graph = traced()
     assert standard_error(0.6, 60) == pytest.approx(0.0632, abs=1e-4) and 0 < standard_error(1.0, 60) < 0.02
     text = text_of(rows(0.5, 0.7, 0.6, samples=60, batch=8), graph, "dmcp: trained from fresh weights")
-    assert "60 test samples: its accuracy is known to ± 6.3 points" in text and f"{100 * 5 / graph.macs():.1f}%" in text
+    assert "60 test samples" in text and "± 6.3 points" in text and f"{100 * 5 / graph.macs():.1f}%" in text
     assert (
         "dmcp: +10.00 ± 9.04 points against unpruned, -10.00 ± 8.66 points against uniform" in text
         and "fresh weights" in text

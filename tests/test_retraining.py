@@ -19,9 +19,7 @@ from dmcp.retraining import (
     DivergenceWarning,
     Retraining,
     TeacherWarning,
-    UnusedNormsWarning,
     catch_up,
-    is_trained,
     train_all,
 )
 from dmcp.runtime.batches import generator
@@ -30,6 +28,7 @@ from dmcp.searching.subnets import chains
 from dmcp.settings import Retrain, TrainConfig
 from dmcp.training.loop import evaluate
 from dmcp.training.losses import classification_loss
+from dmcp.training.trained import UnusedNormsWarning, is_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.retraining.TeacherWarning")  # most of them know nothing here
 
@@ -53,7 +52,7 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
         epochs=1, reference_batch=None, lr=0.1, warmup_lr=0, warmup_epochs=0, weight_decay=0, label_smoothing=0
     )
     loader = Noise(1)
-    found = train_all(model, graph, {DMCP: widths}, loader, Retraining(config, Retrain.SLIMMABLE))[DMCP]
+    found = train_all(model, graph, {DMCP: widths}, loader, Retraining(config=config, kind=Retrain.SLIMMABLE))[DMCP]
     unpruned = copy.deepcopy(model)
     dmcp.reinitialize(unpruned, generator=generator(config.seed))
     net = dmcp.Supernet(unpruned, graph).train()
@@ -63,7 +62,7 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
     wanted = dmcp.cut(net.model, graph, widths)
     for mine, theirs in zip(found.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
-    alone = train_all(model, graph, {DMCP: widths}, loader, Retraining(config))[DMCP]
+    alone = train_all(model, graph, {DMCP: widths}, loader, Retraining(config=config))[DMCP]
     assert not torch.equal(found.stem.weight, alone.stem.weight)
 
 
@@ -71,7 +70,7 @@ def test_a_training_that_diverges_is_warned_of() -> None:
     model, graph = traced()
     wild = TrainConfig(epochs=6, lr=30.0, warmup_lr=30.0, reference_batch=None)
     with pytest.warns(DivergenceWarning, match="'dmcp' went wrong") as found:
-        train_all(model, graph, {DMCP: graph.full}, Noise(), Retraining(wild))
+        train_all(model, graph, {DMCP: graph.full}, Noise(), Retraining(config=wild))
     assert [it.filename for it in found] == [__file__]
 
 

@@ -22,8 +22,8 @@ import dmcp
 from dmcp.cli.config import RunConfig
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
-from dmcp.pruning import PruneResult
 from dmcp.report.finish import finish
+from dmcp.results import PruneResult
 from dmcp.runs.reading import list_runs, read_run, read_runs
 from dmcp.runs.saved_search import save_search
 from dmcp.runs.writing import Run, free_folder

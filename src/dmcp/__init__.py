@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     )
     from dmcp.exporting.export import export, quantize
     from dmcp.exporting.latency import Latency, measure_latency
-    from dmcp.pruning import Loaders, PruneResult, prune
+    from dmcp.pruning import prune
+    from dmcp.request import Loaders
+    from dmcp.results import PruneResult
     from dmcp.runs.saved_search import load_search
     from dmcp.runs.storage import load, save
     from dmcp.runtime.checkpoint import Checkpointer
@@ -78,7 +80,9 @@ _NAMES = {  # module -> what it gives
     "WidthsError",
     "exporting.export": "export quantize",
     "exporting.latency": "Latency measure_latency",
-    "pruning": "Loaders PruneResult prune",
+    "pruning": "prune",
+    "request": "Loaders",
+    "results": "PruneResult",
     "runs.saved_search": "load_search",
     "runs.storage": "load save",
     "runtime.checkpoint": "Checkpointer",

@@ -1,172 +1,277 @@
-"""The rows of a result table: accuracy, cost and speed of each network."""
+"""What pruning gives back: the networks, and a table with the accuracy, cost and speed of each."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
+from dmcp.budgets import Budget
+from dmcp.exporting.latency import LatencyOutcome
 from dmcp.exporting.timing import time_in_turns
 from dmcp.runtime.batches import Loader, device_of, size_of
+from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import call_model, kept_modes
 from dmcp.tracing.widths import Widths
 from dmcp.training.loop import Runtime, Task, evaluate_counted
-from dmcp.training.losses import LowerIsBetter
+from dmcp.training.losses import LowerIsBetter, Metric
 from dmcp.units import table
 
-DMCP, UNIFORM = "dmcp", "uniform"  # networks of the final table
-ORIGINAL = "original"  # the model before anything was done to it
-CUT = "right after the cut"  # of a trained model, with the weights of the search
-TEACHER = "teacher"  # a given one, of the same architecture
-ACCURACY = "accuracy"  # what is tested, unless the user has a metric or a loss
+DMCP, UNIFORM = "dmcp", "uniform"  # rows of the table
+ORIGINAL = "original"  # the model as it was given
+CUT = "right after the cut"  # a trained model that was cut and calibrated, but not trained again
+TEACHER = "teacher"  # a teacher of its own, with the architecture of the model
 _BASELINES = (ORIGINAL, CUT, TEACHER, UNPRUNED, UNIFORM)
-ROUNDS = 3  # of a few passes that are timed
-_RISE = 0.1  # what the loss of one batch may differ by without a meaning
+
+ACCURACY, LOSS, METRIC = "accuracy", "loss", "metric"  # what a score is
+ROUNDS = 3  # of timing, a few passes each
+_RISE = 0.1  # the part of the first loss by which the loss of a single batch may differ by chance
 
 
 @dataclass(frozen=True)
 class Row:
-    """One network of the final table."""
+    """One network of the table of results."""
 
     name: str
     macs: int  # of one sample
     params: int
-    accuracy: float  # the metric of the test set, most often a mean over its samples
-    ms: float = 0.0  # of a pass over one batch on this machine
+    accuracy: float  # the metric on the test set, in most cases a mean over its samples
+    ms: float = 0.0  # time of a pass over one batch on this machine
     batch: int = 0  # samples in that batch
-    samples: int = 0  # it was tested on; 0: not known
-    score: str = ACCURACY  # or "metric", the user's own, or "loss": plain numbers, not shares of right answers
+    samples: int = 0  # samples in the test set; 0 if their number is unknown
+    score: str = ACCURACY  # "metric" (the user's own) and "loss" are plain numbers, not shares of correct answers
     lower_is_better: bool = False
 
 
-def compare(
-    nets: dict[str, nn.Module],
+@dataclass(frozen=True, eq=False)
+class PruneResult:
+    """The pruned network, and where it comes from."""
+
+    model: nn.Module  # a plain module of the user's own class; with several budgets, the network of the first
+    widths: Widths  # of this model
+    graph: ChannelGraph
+    search: SearchResult | None  # None if the method does not search
+    rows: tuple[Row, ...]
+    budget: Budget
+    origin: str = ""  # a sentence that says where the weights come from
+    latency: LatencyOutcome | None = None  # times asked for, predicted and measured, if latency is limited
+    front: Mapping[str, PruneResult] = field(default_factory=dict)  # with several budgets, the result of each
+
+    @property
+    def table(self) -> str:
+        """The rows as text, with notes that explain them."""
+        results = list(self.front.values()) or [self]
+        latencies = [result.latency.text for result in results if result.latency is not None]
+        return "\n".join([results_table(self.rows, self.graph, self.origin), *latencies])
+
+
+def for_budget(result: SearchResult, budget: Budget) -> SearchResult:
+    """The same search with its recorded costs as shares of another budget.
+
+    If the two budgets limit different kinds of cost, the costs of the steps are unknown, and the log is left empty.
+    """
+    searched = {limit.kind: limit.target for limit in result.budget.limits}
+    wanted = {limit.kind: limit.target for limit in budget.limits}
+    if list(searched) != list(wanted):
+        return replace(result, budget=budget, log=())
+    scales = [searched[kind] / wanted[kind] for kind in searched]
+
+    def rescaled(record: SearchRecord) -> SearchRecord:
+        if not record.ratios:
+            return record
+        return replace(record, ratios=tuple(ratio * scale for ratio, scale in zip(record.ratios, scales, strict=True)))
+
+    return replace(result, budget=budget, log=tuple(rescaled(record) for record in result.log))
+
+
+# measuring
+
+
+def measure_networks(
+    networks: Mapping[str, nn.Module],
     graph: ChannelGraph,
-    widths: dict[str, Widths],
+    widths: Mapping[str, Widths],
     val_loader: Loader,
     example: Any,
     *,
     task: Task = Task(),
     runtime: Runtime = Runtime(),
 ) -> tuple[Row, ...]:
-    """Test all networks, and time them on one batch."""
-    times, rows, metric = milliseconds(list(nets.values()), example), list[Row](), task.metric
-    word = ACCURACY if metric is None else "loss" if getattr(metric, "is_loss", False) else "metric"
-    kind: dict[str, Any] = {"score": word, "lower_is_better": isinstance(metric, LowerIsBetter)}
-    for (name, net), ms in zip(nets.items(), times, strict=True):
-        accuracy, samples = evaluate_counted(net, val_loader, metric)
-        macs, params = graph.macs(widths.get(name, graph.full)), sum(it.numel() for it in net.parameters())
-        rows.append(Row(name, macs, params, accuracy, ms, size_of((example,)), samples, **kind))
-        runtime.emit("test", len(nets), rows[-1])
+    """Test all networks, and time them on one batch. A network without widths is an unpruned one."""
+    times = milliseconds(list(networks.values()), example)
+    rows: list[Row] = []
+    for (name, network), ms in zip(networks.items(), times, strict=True):
+        accuracy, samples = evaluate_counted(network, val_loader, task.metric)
+        row = Row(
+            name=name,
+            macs=graph.macs(widths.get(name, graph.full)),
+            params=sum(parameter.numel() for parameter in network.parameters()),
+            accuracy=accuracy,
+            ms=ms,
+            batch=size_of((example,)),
+            samples=samples,
+            score=_kind_of_score(task.metric),
+            lower_is_better=isinstance(task.metric, LowerIsBetter),
+        )
+        rows.append(row)
+        runtime.emit("test", len(networks), row)
     return tuple(rows)
 
 
+def _kind_of_score(metric: Metric | None) -> str:
+    if metric is None:
+        return ACCURACY
+    return LOSS if getattr(metric, "is_loss", False) else METRIC
+
+
 @torch.no_grad()
-def milliseconds(nets: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
-    """Time of one batch in each network, in eval mode."""
-    with contextlib.ExitStack() as undo:
-        for net in nets:
-            undo.enter_context(kept_modes(net))
-            net.eval()
-        calls = [functools.partial(call_model, net, example) for net in nets]
-        return time_in_turns(calls, device_of(nets[0]), torch.get_num_threads(), rounds)
+def milliseconds(networks: Sequence[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
+    """The time that each network takes for one batch, in eval mode."""
+    with contextlib.ExitStack() as modes:
+        for network in networks:
+            modes.enter_context(kept_modes(network))
+            network.eval()
+        calls = [functools.partial(call_model, network, example) for network in networks]
+        return time_in_turns(calls, device_of(networks[0]), torch.get_num_threads(), rounds)
 
 
-# text
-
-
-def score(row: Row, unit: str = "%") -> str:
-    """The accuracy in percent, or the metric with four digits."""
-    return f"{100 * row.accuracy:.2f}{unit}" if row.score == ACCURACY else f"{row.accuracy:.4g}"
-
-
-def against(row: Row, other: Row) -> str:
-    """How much better or worse a network is than another one: in points, with the standard error as if they had been
-    tested independently, or in the metric's own unit.
-    """
-    if math.isnan(row.accuracy) or math.isnan(other.accuracy):
-        return f"not comparable with {other.name}"
-    difference = 0.0 if row.accuracy == other.accuracy else row.accuracy - other.accuracy  # also of two infinite ones
-    if row.lower_is_better:  # with a sign an error that grew would look like a gain
-        word = "better" if difference < 0 else "worse"
-        return f"{abs(difference):.4g} {word} than {other.name}" if difference else f"as good as {other.name}"
-    if row.score != ACCURACY:
-        return f"{difference:+.4g} against {other.name}"
-    errors = [error for it in (row, other) if (error := error_of(it)) is not None]
-    sure = f" \N{PLUS-MINUS SIGN} {100 * math.hypot(*errors):.2f}" if len(errors) == 2 else ""
-    return f"{100 * difference:+.2f}{sure} points against {other.name}"
-
-
-def score_name(rows: Sequence[Row]) -> str:
-    """What the column is called."""
-    word = rows[0].score if rows else ACCURACY
-    return f"{word} (lower is better)" if any(row.lower_is_better for row in rows) else word
+# the table
 
 
 def results_table(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> str:
-    """Rows as Markdown, and notes below; `origin` says where the weights of the pruned network come from."""
-    macs, params = graph.macs() or 1, graph.params() or 1
+    """The rows as a Markdown table, with notes below it; `origin` says where the weights come from."""
+    full_macs = graph.macs() or 1
+    full_params = graph.params() or 1
     lines = [["network", "MACs", "share", "params", "share", score_name(rows), f"ms per {rows[0].batch}"]]
     for row in rows:
-        costs = [f"{row.macs:,}", f"{row.macs / macs:.1%}", f"{row.params:,}", f"{row.params / params:.1%}"]
-        lines.append([row.name, *costs, score(row), f"{row.ms:.2f}"])
+        macs = [f"{row.macs:,}", f"{row.macs / full_macs:.1%}"]
+        params = [f"{row.params:,}", f"{row.params / full_params:.1%}"]
+        lines.append([row.name, *macs, *params, score(row), f"{row.ms:.2f}"])
     return "\n".join([table(lines), *(f"- {note}" for note in notes(rows, graph, origin))])
 
 
 def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[str]:
-    """What a reader of the table should know: what the shares are of, what was gained, and how sure that is."""
-    found = [f"shares are of the unpruned network: {graph.macs():,} MACs, {graph.params():,} params"]
-    found += [origin] if origin else []
+    """Sentences for readers of the table: what shares refer to, what pruning changed, and how certain that is."""
     results = pruned(rows)
-    others = [row for row in rows if row.name in _BASELINES and row not in results]
-    found += [f"{row.name}: {', '.join(against(row, other) for other in others)}" for row in results if others]
-    found += unknown(rows)
+    baselines = [row for row in rows if row.name in _BASELINES and row not in results]
+
+    lines = [f"shares are of the unpruned network: {graph.macs():,} MACs, {graph.params():,} params"]
+    if origin:
+        lines.append(origin)
+    if baselines:
+        for row in results:
+            lines.append(f"{row.name}: {', '.join(difference(row, baseline) for baseline in baselines)}")
+    lines += unknown_scores(rows)
     if rows[0].samples:
-        points = 100 * max(error_of(row) or 0.0 for row in results)
-        sure = f": its accuracy is known to \N{PLUS-MINUS SIGN} {points:.1f} points (standard error)"
-        found.append(f"{rows[0].samples:,} test samples{sure if rows[0].score == ACCURACY else ''}")
-    return found
+        lines.append(_test_set_note(rows[0], results))
+    return lines
+
+
+def _test_set_note(first: Row, results: Sequence[Row]) -> str:
+    note = f"{first.samples:,} test samples"
+    if first.score != ACCURACY:
+        return note
+    points = 100 * max(error_of(row) or 0.0 for row in results)
+    return f"{note}: the standard error of an accuracy is \N{PLUS-MINUS SIGN} {points:.1f} points"
 
 
 def pruned(rows: Sequence[Row]) -> list[Row]:
-    """The rows that a run was for: one for each budget."""
-    found = [row for row in rows if not any(f"{row.name} ".startswith(f"{name} ") for name in _BASELINES)]
-    kind = rows[-1].name.partition(" ")[0] if rows else ""  # "uniform", if that was asked for
-    return found or [row for row in rows if row.name.partition(" ")[0] == kind]
+    """The rows of the pruned networks: one for each budget."""
+    results = [row for row in rows if not _is_baseline(row)]
+    if results or not rows:
+        return results
+    method = rows[-1].name.partition(" ")[0]  # "uniform", which is a baseline unless it was the method itself
+    return [row for row in rows if row.name.partition(" ")[0] == method]
 
 
-def unknown(rows: Sequence[Row]) -> list[str]:
-    """A sentence about each network whose metric is no number."""
-    what = "so nobody knows how good it is; look at the metric and at the outputs"
-    return [f"{row.name}: its metric is {row.accuracy}, {what}" for row in rows if math.isnan(row.accuracy)]
+def _is_baseline(row: Row) -> bool:
+    """Whether the name is that of a baseline, or of a baseline for one of several budgets."""
+    return any(row.name == name or row.name.startswith(f"{name} ") for name in _BASELINES)
+
+
+def score(row: Row, unit: str = "%") -> str:
+    """The accuracy in percent; any other metric with four digits."""
+    if row.score == ACCURACY:
+        return f"{100 * row.accuracy:.2f}{unit}"
+    return f"{row.accuracy:.4g}"
+
+
+def score_name(rows: Sequence[Row]) -> str:
+    """The title of the column of scores."""
+    name = rows[0].score if rows else ACCURACY
+    if any(row.lower_is_better for row in rows):
+        return f"{name} (lower is better)"
+    return name
+
+
+def difference(row: Row, baseline: Row) -> str:
+    """How much better or worse a network is than a baseline.
+
+    For accuracies in points, with the standard error of two independent tests; for any other metric in its own unit.
+    """
+    if math.isnan(row.accuracy) or math.isnan(baseline.accuracy):
+        return f"not comparable with {baseline.name}"
+    gain = row.accuracy - baseline.accuracy
+    if row.accuracy == baseline.accuracy:
+        gain = 0.0  # also for two infinite scores
+    if row.lower_is_better:  # a plus sign in front of a higher error would look like an improvement
+        if gain == 0:
+            return f"as good as {baseline.name}"
+        verdict = "better" if gain < 0 else "worse"
+        return f"{abs(gain):.4g} {verdict} than {baseline.name}"
+    if row.score != ACCURACY:
+        return f"{gain:+.4g} against {baseline.name}"
+    points = f"{100 * gain:+.2f}"
+    error, baseline_error = error_of(row), error_of(baseline)
+    if error is not None and baseline_error is not None:
+        points += f" \N{PLUS-MINUS SIGN} {100 * math.hypot(error, baseline_error):.2f}"
+    return f"{points} points against {baseline.name}"
+
+
+def unknown_scores(rows: Sequence[Row]) -> list[str]:
+    """A sentence about each network whose metric is not a number."""
+    advice = "so its quality is unknown; check the metric and the outputs of the network"
+    return [f"{row.name}: its metric is {row.accuracy}, {advice}" for row in rows if math.isnan(row.accuracy)]
 
 
 def standard_error(share: float, count: int) -> float:
-    """Of a share of right answers among so many, sqrt(p (1 - p) / n); where none or all are right about one sample."""
+    """Standard error of a share of correct answers, sqrt(p (1 - p) / n).
+
+    If none or all of the answers are correct, p is taken as about one sample away from that.
+    """
     edge = 1 / (count + 2)
     share = min(max(share, edge), 1 - edge)
     return math.sqrt(share * (1 - share) / count)
 
 
 def error_of(row: Row) -> float | None:
-    """Standard error of an accuracy; None if the samples were not counted, or the metric is the user's own."""
-    return standard_error(row.accuracy, row.samples) if row.score == ACCURACY and row.samples else None
+    """Standard error of an accuracy; None if the samples were not counted, or if the metric is the user's own."""
+    if row.score != ACCURACY or not row.samples:
+        return None
+    return standard_error(row.accuracy, row.samples)
 
 
 def divergence(name: str, losses: Sequence[float]) -> str:
-    """A sentence about a training whose loss, the mean of its last tenth, ended higher than it began; else empty."""
-    if not (tenth := len(losses) // 10):  # too few steps to say
+    """A sentence about a training whose loss ended clearly higher than it began; empty if it did not.
+
+    The loss at the beginning is that of the first step or the mean of the first tenth of the steps, whichever is lower;
+    the loss at the end is the mean of the last tenth. A small rise is normal for weights that were good from the start.
+    """
+    tenth = len(losses) // 10
+    if not tenth:  # too few steps to say
         return ""
-    first, last = min(losses[0], fmean(losses[:tenth])), fmean(losses[-tenth:])
-    was = f"its loss was {first:.4g} at the first step and {last:.4g} at the end"
-    text = f"The training of {name!r} went wrong: {was}; a smaller learning rate (--lr) often helps."
-    return text if last > first + _RISE * abs(first) else ""  # weights that were good at first are no better at the end
+    first = min(losses[0], fmean(losses[:tenth]))
+    last = fmean(losses[-tenth:])
+    if last <= first + _RISE * abs(first):
+        return ""
+    change = f"its loss was {first:.4g} at the first step and {last:.4g} at the end"
+    return f"The training of {name!r} went wrong: {change}. A smaller learning rate (--lr) often helps."

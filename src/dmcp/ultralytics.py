@@ -17,11 +17,11 @@ from ultralytics.utils.torch_utils import unset_deterministic
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.exporting.latency import Latency
 from dmcp.exporting.timing import Measure
-from dmcp.pruning import Loaders, Spec, Work, check_budget, reachable, read_budgets, read_specs, with_latency
-from dmcp.results import DMCP
-from dmcp.retraining import Retraining
+from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
+from dmcp.pruning import PruneJob, resumable, search_widths
+from dmcp.request import Loaders, Spec, read_specs
 from dmcp.runtime.progress import showing
-from dmcp.settings import Retrain, SearchConfig, TrainConfig, defaults
+from dmcp.settings import Retrain, SearchConfig, defaults
 from dmcp.tracing.modules import modules_of
 from dmcp.tracing.trace import trace
 from dmcp.training.calibration import recalibrate
@@ -85,13 +85,21 @@ def prune(
     first = next(iter(batches))["input"][:2]
     graph = trace(model, first, ignore)
     task, loaders = Task(loss=_loss(trainer.model), optimizer=torch.optim.AdamW), Loaders(search=batches)
-    how = Retraining(TrainConfig(), Retrain.NONE)
     with showing(runtime.progress, lines=True):
-        graph, clock = with_latency(model, graph, first, specs, config, latency, runtime)
-        [(name, wanted)] = read_budgets(specs, graph, *reachable(graph, config)).items()
-        work = Work(model, graph, {name: wanted}, set(), DMCP, config, how, loaders, task, runtime, clock).identified()
-        found = work.search()[1][name]
-    small, widths = found.cut(graph), found.choice.widths
+        graph, timer = with_latency(model, graph, first, specs, config, latency, runtime)
+        [(name, wanted)] = parse_budgets(specs, graph, *reachable(graph, config)).items()
+        job = PruneJob(
+            model=model,
+            graph=graph,
+            budgets={name: wanted},
+            search=config,
+            loaders=loaders,
+            task=task,
+            runtime=runtime,
+            timer=timer,
+        )
+        found = search_widths(resumable(job)).cuts[name]
+    small, widths = found.cut(graph), found.widths
     check_budget(small, widths, graph, wanted)
     recalibrate(small, batches)
     result = copy.copy(yolo)

@@ -30,9 +30,20 @@ from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.errors import DmcpError
 from dmcp.exporting.latency import LATENCY_FILE, Latency, attach_latency
 from dmcp.exporting.timing import synchronize
+from dmcp.feasibility import parse_budgets, reachable, time_networks
+from dmcp.pruning import PruneJob, phases
 from dmcp.report.finish import finish
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, compare, results_table
-from dmcp.retraining import Retraining, is_model, origin, train_all, trained_before, weigh_teacher, who_teaches
+from dmcp.request import check_method
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, PruneResult, measure_networks, results_table
+from dmcp.retraining import (
+    Retraining,
+    describe_origin,
+    describe_teacher,
+    given_networks,
+    is_model,
+    train_all,
+    warn_of_poor_teacher,
+)
 from dmcp.runs.files import REPORT, is_run
 from dmcp.runs.reading import read_run, read_widths
 from dmcp.runs.storage import save
@@ -60,7 +71,7 @@ _MEASURED = 2**21  # numbers in a batch that a forecast measures on a CPU: 13 im
 
 def prune(config: RunConfig, request: Request) -> None:
     """dmcp prune, and dmcp search, which stops after the cut."""
-    pruning.check_method(config.method)
+    check_method(config.method)
     with session.session(config, request, lambda job: _checked(job, request.resume)) as here:
         job, config = here.job, here.job.config
         assert config.search is not None
@@ -100,7 +111,7 @@ def prune(config: RunConfig, request: Request) -> None:
     print(f"\n{result.table}\n\n{here.run.folder}")
 
 
-def _facts(folder: Path, result: pruning.PruneResult, replaced: Replaced) -> dict[str, Any]:
+def _facts(folder: Path, result: PruneResult, replaced: Replaced) -> dict[str, Any]:
     """A result as plain data."""
     facts = result_facts(folder, result.graph, result.widths, replaced)
     if found := result.search:
@@ -115,23 +126,23 @@ def train(config: RunConfig, request: Request) -> None:
         kept, loader = read_widths(Path(config.widths), graph) if config.widths else graph.full, job.loaders.final
         own = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         other = None if job.teacher is job.model else job.teacher
-        before = trained_before(job.model, own and not job.new_head, other)
+        before = given_networks(job.model, own and not job.new_head, other)
         if other is not None:
-            weigh_teacher(other, job.data.classes, job.test)
-        how = Retraining(config.train, config.retrain, _teacher(config, job))
+            warn_of_poor_teacher(other, job.data.classes, job.test)
+        how = Retraining(config=config.train, kind=config.retrain, teacher=_teacher(config, job))
         keeps = config.retrain in (Retrain.FINETUNE, Retrain.NONE)
         start, cuts = job.model if keeps else job.fresh, {name: cut(job.model, graph, kept, by="l2")} if keeps else {}
         nets = train_all(start, graph, {name: kept}, loader, how, cuts=cuts, runtime=here.runtime)
         example = next(iter(loader))[0]
-        rows = compare(before | nets, graph, {name: kept}, job.test, example, runtime=here.runtime)
+        rows = measure_networks(before | nets, graph, {name: kept}, job.test, example, runtime=here.runtime)
         replaced = here.replaced()
         if not here.world.first:
             return
         save(nets[name], kept, here.run.folder)
         warnings = here.run.divergences([name])
         listed = (f"- **{text}**" for text in (*warnings, *describe_replaced(replaced)))
-        who = who_teaches(how.teacher, job.model)
-        text = origin(how, who, name, "the given weights") if who else ""
+        who = describe_teacher(how.teacher, job.model)
+        text = describe_origin(how, who, name, "the given weights") if who else ""
         here.run.write(REPORT, "\n".join([f"# {config.model}", "", results_table(rows, graph, text), *listed, ""]))
         here.run.close()
     log(*warnings)
@@ -236,7 +247,7 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
 
     Started again, it leaves finished seeds as they are and goes on with the others.
     """
-    pruning.check_method(config.method)
+    check_method(config.method)
     folder, words = session.run_folder(config, request), tuple(sys.argv[1:])
     runs = {seed: folder / f"seed-{seed}" for seed in range(config.seed, config.seed + request.seeds)}
     for seed, run in runs.items():
@@ -314,12 +325,12 @@ def _checked(job: Job, folder: str = "") -> Job:
         device = config.latency_device or ("" if runtime is RuntimeKind.ONNX else str(session.place_of(config)))
         how = LatencyConfig(batch=config.latency_batch, device=device, runtime=runtime)
         example = torch.randn(1, *job.data.shape, generator=generator(0))
-        found = pruning.time_networks(job.model, example, job.graph, search, how)
+        found = time_networks(job.model, example, job.graph, search, how)
         log(f"{found.summary} Measured {len(found.networks)} networks in {found.seconds:.0f} s.")
         return found
 
     graph = attach_latency(job.graph, search.budget, measure, given)
-    pruning.read_budgets(specs, graph, *pruning.reachable(graph, search))
+    parse_budgets(specs, graph, *reachable(graph, search))
     return replace(job, graph=graph)
 
 
@@ -336,12 +347,12 @@ class Stage(NamedTuple):
 
 def dry_run(config: RunConfig, request: Request) -> None:
     """dmcp prune --dry-run: what a run would be like, from a few steps on copies."""
-    pruning.check_method(config.method)
+    check_method(config.method)
     job = _checked(session.open_checked(config, request.typed))
     config, graph, place = job.config, job.graph, device_of(job.model)
     assert config.search is not None
-    low, high = pruning.reachable(graph, config.search)
-    budgets = pruning.read_budgets(_specs(config), graph, low, high)
+    low, high = reachable(graph, config.search)
+    budgets = parse_budgets(_specs(config), graph, low, high)
     images = measured_batch(config.batch, job.data.shape, place)
     with progress.showing(False if request.quiet or request.as_json else None, lines=True):
         read_at_once = min(config.batch, max(images, CHUNK * core_count()))  # no core that reads files is idle
@@ -434,9 +445,17 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
     if teacher == AUTO:
         teaches = config.retrain in (Retrain.FINETUNE, Retrain.SCRATCH)
         teacher = (job.model if config.weights else UNPRUNED) if teaches else None
-    how, rows = Retraining(train, config.retrain, teacher), {UNPRUNED, UNIFORM} if config.baselines else set[str]()
-    parts = (rows - {config.method}, config.method, search, how, job.loaders, Task(), silent, None)
-    for row in [*pruning.Work(job.model, graph, budgets, *parts).phases(job.test)][:-1]:  # without the tests
+    planned = PruneJob(
+        model=job.model,
+        graph=graph,
+        budgets=budgets,
+        baselines=frozenset([UNPRUNED, UNIFORM] if config.baselines else []) - {config.method},
+        method=config.method,
+        search=search,
+        retraining=Retraining(config=train, kind=config.retrain, teacher=teacher),
+        loaders=job.loaders,
+    )
+    for row in phases(planned, job.test)[:-1]:  # without the tests
         seconds = row.steps * row.work * full
         if row.name == SEARCH:  # how long other methods choose is not measured
             both = seconds_of(lambda some: run_search(copy.deepcopy(net), some, short, runtime=silent))

@@ -39,8 +39,8 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError, StoppedError, WidthsError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.timing import device_name
-from dmcp.pruning import Loaders
 from dmcp.report.trackers import Tracker, read_kinds
+from dmcp.request import Loaders
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs.files import INPUT, LOG, REPLACED, SETTINGS, STARTS, read_json
 from dmcp.runs.writing import START, Run, free_folder, refuse_taken, slug

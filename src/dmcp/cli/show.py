@@ -26,7 +26,7 @@ from dmcp.exporting.latency import measure_latency
 from dmcp.exporting.timing import time_files
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
-from dmcp.results import compare, results_table, score
+from dmcp.results import measure_networks, results_table, score
 from dmcp.runs.files import EXPORTED, INPUT, SEARCH, WIDTHS, read_json
 from dmcp.runs.reading import list_runs, read_run, read_runs, read_widths
 from dmcp.runs.saved_search import load_search
@@ -230,7 +230,7 @@ def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -
     small = load(run, job.fresh)
     kept = {run.name: read_widths(run / WIDTHS, job.graph)}
     with progress.showing(False if as_json else None):
-        rows = compare({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
+        rows = measure_networks({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
     log(*session.describe_replaced(job.replaced))
     row, recorded = rows[0], read_run(run, _TAIL).result if same_data else None
     if recorded and (recorded.samples, recorded.params, recorded.score) != (row.samples, row.params, row.score):

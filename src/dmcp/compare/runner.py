@@ -27,7 +27,7 @@ from dmcp.data.datasets import split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.exporting.export import blaming
-from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, compare
+from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, measure_networks
 from dmcp.retraining import Retraining, catch_up, train_all
 from dmcp.runs.files import CHECKPOINTS, PREPARED, SETTINGS, read_json
 from dmcp.runs.storage import load, save
@@ -362,7 +362,7 @@ class OneRun:
         return State(model.state_dict() if model else {}, dict, [], [], [], self.device)
 
     def _train(self, name: str, widths: Widths, kind: Retrain = Retrain.SCRATCH) -> dict[str, nn.Module]:
-        how, job = Retraining(self.it.recipe, kind), self.job
+        how, job = Retraining(config=self.it.recipe, kind=kind), self.job
         return train_all(job.model, job.graph, {name: widths}, self.loader, how, runtime=self.runtime)
 
     def _nets(self, choice: Choice) -> dict[str, nn.Module]:
@@ -384,6 +384,6 @@ class OneRun:
     def _tested(self, nets: dict[str, nn.Module], widths: Widths) -> tuple[Row, ...]:
         """Test the networks, and save the first one."""
         it, test, every = self.it, self.job.test, dict.fromkeys(nets, widths)
-        rows = compare(nets, self.job.graph, every, test, next(iter(test))[0], runtime=self.runtime)
+        rows = measure_networks(nets, self.job.graph, every, test, next(iter(test))[0], runtime=self.runtime)
         save(next(iter(nets.values())), widths, self.files.folder)
         return tuple(replace(row, name=SAME if row.name == title(it.method) else str(it.own)) for row in rows)

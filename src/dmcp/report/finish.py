@@ -11,9 +11,8 @@ from urllib.parse import quote as quote_url
 
 from dmcp.budgets import LATENCY, show_cost
 from dmcp.exporting.latency import LATENCY_FILE
-from dmcp.pruning import PruneResult
 from dmcp.report.figures import accuracy_over_cost, draw_all, save_figure
-from dmcp.results import ACCURACY, error_of, results_table
+from dmcp.results import ACCURACY, PruneResult, error_of, results_table
 from dmcp.runs.files import INPUT, LOG, OUTCOME, REPORT, SETTINGS, read_json
 from dmcp.runs.saved_search import save_search
 from dmcp.runs.storage import save

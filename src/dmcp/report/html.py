@@ -11,7 +11,18 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dmcp.report import figures
-from dmcp.results import ACCURACY, DMCP, ORIGINAL, UNPRUNED, Row, against, error_of, score, score_name, unknown
+from dmcp.results import (
+    ACCURACY,
+    DMCP,
+    ORIGINAL,
+    UNPRUNED,
+    Row,
+    difference,
+    error_of,
+    score,
+    score_name,
+    unknown_scores,
+)
 from dmcp.runs.files import WEIGHTS
 from dmcp.runs.reading import PastRun, value_at
 from dmcp.runtime.io import plain
@@ -85,7 +96,7 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
         "share": percent(share) if share else "",
         "problems": run.problems,
         "tiles": list(_tiles(run)),
-        "notes": [*unknown(run.rows), *([run.latency.text, run.latency.warning] if run.latency else [])],
+        "notes": [*unknown_scores(run.rows), *([run.latency.text, run.latency.warning] if run.latency else [])],
         "head": ["network", "MACs", "parameters", score_name(run.rows), f"ms per {row.batch if row else 0}"][:wide],
         "networks": [(it.name, f"{it.macs:,}", f"{it.params:,}", _score(it), f"{it.ms:.2f}")[:wide] for it in run.rows],
         "charts": [figures.to_svg(chart, f"{number}-{place}") for place, chart in enumerate(_charts(run))],
@@ -113,7 +124,7 @@ def summary(run: PastRun) -> str:
 def _tiles(run: PastRun) -> Iterator[tuple[str, str, str]]:
     """The figures that matter most: title, value, note."""
     if row := run.result:
-        gaps = ", ".join(against(row, other) for other in run.rows if other is not row)
+        gaps = ", ".join(difference(row, other) for other in run.rows if other is not row)
         yield f"{score_name([row])}, {row.name}", _score(row), gaps.replace("-", "\N{MINUS SIGN}")
         times = {it.name: it.ms for it in run.rows if it.batch and it is not row}
         in_torch = times.get(UNPRUNED) or times.get(ORIGINAL), row.ms, f"for {row.batch} samples in torch"

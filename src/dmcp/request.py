@@ -1,0 +1,220 @@
+"""What `prune` is asked for: its arguments, read and checked once, and what follows for those that were left open."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from dmcp.arguments import checked
+from dmcp.budgets import Budget, choose_middle, read_budget
+from dmcp.compare.methods import Own, find_method
+from dmcp.errors import BudgetError, DmcpError, TrainingError
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED
+from dmcp.retraining import Retraining, check_teacher_use, copy_of_teacher, is_model, warn_of_poor_teacher
+from dmcp.runtime.batches import FewBatches, Loader, device_of, length_of, size_of
+from dmcp.runtime.distributed import current
+from dmcp.settings import AUTO, Retrain, SearchConfig, TrainConfig, defaults
+from dmcp.training.loop import Task
+from dmcp.training.preflight import can_teach, classes_of
+
+Spec = int | float | str | Budget  # a budget as a user writes it
+
+DEFAULT_BUDGET = "50%"
+_L2 = "l2"  # the method that a cut to uniform widths amounts to, where nothing was searched
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Loaders:
+    """Batches of each part of `prune`, where one loader is not enough."""
+
+    search: Loader
+    arch: Loader | None = None  # for the alphas, if they learn from other batches than the weights
+    train: Loader | None = None  # for the final training, if it has other batches than the search
+
+    @property
+    def final(self) -> Loader:
+        """The batches of the final training."""
+        return self.train or self.search
+
+    @property
+    def by_name(self) -> dict[str, Loader | None]:
+        """All three, by the names that messages and checkpoints use."""
+        return {"loader": self.search, "arch_loader": self.arch, "train_loader": self.train}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PruneRequest:
+    """The arguments of `prune`, read and checked. None and "auto" stand for what is chosen later."""
+
+    specs: Sequence[Spec]  # the budgets as they are written
+    method: str
+    searches: bool  # whether this method is our search
+    search: SearchConfig | None
+    train: TrainConfig | None
+    retrain: Retrain
+    teacher: nn.Module | str | None  # as given
+    teacher_copy: nn.Module | None  # of a given network, on the device of the model
+    baselines: frozenset[str]
+    baselines_listed: bool  # whether the user named them, so that no row is added to them
+    loaders: Loaders
+
+    @property
+    def follows_training(self) -> bool:
+        """Whether anything depends on whether the model is trained, so that this must be tested."""
+        if self.search is None or self.train is None or self.teacher == AUTO:
+            return True
+        return self.retrain is Retrain.FINETUNE or not self.searches
+
+    @property
+    def test_count(self) -> int:
+        """How often `val_loader` is gone through, at least."""
+        return len(self.specs) + len(self.baselines) + (self.teacher is not None) + self.follows_training
+
+    def other_teacher(self, model: nn.Module) -> nn.Module | None:
+        """A given teacher that is another network than the model."""
+        return None if is_model(self.teacher, model) else self.teacher_copy
+
+    def preflight_teacher(self, model: nn.Module) -> nn.Module | None:
+        """The network that will teach, as far as it is known before anything has run."""
+        return model if self.teacher == UNPRUNED else self.teacher_copy
+
+
+def read_request(
+    model: nn.Module,
+    loader: Loader | Loaders,
+    *,
+    budget: Spec | Sequence[Spec] | None,
+    method: str,
+    search: SearchConfig | None,
+    train: TrainConfig | None,
+    retrain: Retrain | str,
+    teacher: nn.Module | str | None,
+    baselines: bool | Collection[str],
+) -> PruneRequest:
+    """Read the arguments of `prune`, and refuse those that contradict each other."""
+    kind = Retrain(retrain)
+    searches = check_method(method)
+    specs = read_specs(search, budget)
+    check_teacher_use(kind, None if teacher == AUTO else teacher)
+    return PruneRequest(
+        specs=specs,
+        method=method,
+        searches=searches,
+        search=search,
+        train=train,
+        retrain=kind,
+        teacher=teacher,
+        teacher_copy=copy_of_teacher(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None,
+        baselines=_read_baselines(baselines),
+        baselines_listed=not isinstance(baselines, bool),
+        loaders=loader if isinstance(loader, Loaders) else Loaders(search=loader),
+    )
+
+
+def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> list[Spec]:
+    """The budgets as they are written, at least one; BudgetError for what cannot be read.
+
+    With search settings and a list of budgets, the settings say what is searched for, and the list what is cut.
+    """
+    if isinstance(budget, Sequence) and not isinstance(budget, str):
+        if not budget:
+            raise BudgetError("The list of budgets is empty: give at least one.")
+        specs = list(budget)
+    elif search is None:
+        specs = [DEFAULT_BUDGET if budget is None else budget]
+    elif budget is None or budget == search.budget:
+        specs = [search.budget]
+    else:
+        raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
+    for spec in specs:
+        read_budget(spec)
+    return specs
+
+
+def check_method(name: str) -> bool:
+    """True for our own search; DmcpError for an unknown method, and for one that is no method of a single run."""
+    if name == DMCP:
+        return True
+    method = find_method(name)
+    if method.one_ratio and method.own is Own.SLIMMABLE:
+        raise DmcpError(f'{name} is method="uniform" with retrain="slimmable": give these.')
+    return False
+
+
+def _read_baselines(baselines: bool | Collection[str]) -> frozenset[str]:
+    if isinstance(baselines, bool):
+        return frozenset([UNPRUNED, UNIFORM]) if baselines else frozenset()
+    if isinstance(baselines, str) or not {UNPRUNED, UNIFORM, ORIGINAL}.issuperset(baselines):
+        raise TrainingError(f'baselines must be True, False, or names like ["uniform"], not {baselines!r}.')
+    return frozenset(baselines)
+
+
+# what was left open
+
+
+def choose_teacher(request: PruneRequest, model: nn.Module, sample: Any, task: Task, *, trained: bool) -> PruneRequest:
+    """The request with its teacher chosen, if it was left open: a trained model, else the unpruned network.
+
+    There is none with a loss of the user's own, nor where the network cannot learn from another one.
+    """
+    if request.teacher != AUTO:
+        return request
+    distills = task.loss is None and request.retrain in (Retrain.FINETUNE, Retrain.SCRATCH)
+    if not distills or not can_teach(model, sample):
+        return replace(request, teacher=None)
+    if not trained:
+        return replace(request, teacher=UNPRUNED)
+    return replace(request, teacher=model, teacher_copy=copy_of_teacher(model, device_of(model)))
+
+
+def check_teacher_knows(request: PruneRequest, model: nn.Module, sample: Any, val_loader: Loader, task: Task) -> None:
+    """Warn of a given teacher that guesses; scores of a metric of the user's own cannot tell."""
+    teacher = request.other_teacher(model)
+    if teacher is not None and task.metric is None:
+        warn_of_poor_teacher(teacher, classes_of(teacher, sample), val_loader)
+
+
+def resolve_settings(
+    request: PruneRequest, example: Any, task: Task, *, trained: bool
+) -> tuple[SearchConfig, Retraining, Loaders]:
+    """Settings of the search and of all trainings, and their batches.
+
+    What was left open follows the amount of data, and whether the model is trained. A trained model is searched with a
+    part of the batches, if these settings are open, too.
+    """
+    batch = size_of((example,)) * current().size
+    usual = defaults(
+        choose_middle(request.specs),
+        request.retrain,
+        trained=trained,
+        images=length_of(request.loaders.search) * batch,
+        batch=batch,
+        own_loss=task.loss is not None,
+    )
+    loaders = request.loaders
+    if request.search is None and request.searches and usual.search_images:
+        batches = -(-usual.search_images // batch)
+        loaders = replace(
+            loaders,
+            search=FewBatches(loaders.search, batches),
+            train=loaders.final,
+        )
+    retraining = Retraining(
+        config=request.train or usual.train,
+        kind=request.retrain,
+        teacher=request.teacher if request.teacher_copy is None else request.teacher_copy,
+    )
+    return request.search or usual.search, retraining, loaders
+
+
+def choose_baselines(request: PruneRequest, model: nn.Module, *, trained: bool) -> frozenset[str]:
+    """The rows besides the pruned networks. Unless they were listed, a model that is trained, or teaches, is one."""
+    baselines = request.baselines
+    if not request.baselines_listed and (trained or is_model(request.teacher, model)):
+        baselines |= {ORIGINAL}
+    repeated = {request.method, UNIFORM} if request.method == _L2 else {request.method}
+    return baselines - repeated
