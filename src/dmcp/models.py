@@ -23,6 +23,8 @@ from dmcp.errors import DmcpError
 _FETCHING = ("weights", "pretrained", "checkpoint")  # how arguments begin that make a library fetch or read weights
 _CURRENT_FOLDER = ""  # on sys.path
 
+# plain networks for small images
+
 
 class Block(nn.Module):
     """Two 3x3 convolutions and a shortcut, which is a 1x1 projection where the shape changes."""
@@ -38,7 +40,9 @@ class Block(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
+        shortcut = x
+        if self.downsample is not None:
+            shortcut = self.downsample(x)
         x = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(x)) + shortcut)
 
@@ -57,10 +61,9 @@ class ResNet(nn.Module):
         self.sample_shape = sample_shape
         self.conv1 = nn.Conv2d(sample_shape[0], width, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        stages = ((width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2))
-        self.layer1, self.layer2, self.layer3 = (
-            nn.Sequential(Block(*first), *(Block(first[1], first[1], 1) for _ in range(blocks - 1))) for first in stages
-        )
+        self.layer1 = _stage(blocks, width, width, stride=1)
+        self.layer2 = _stage(blocks, width, 2 * width, stride=2)
+        self.layer3 = _stage(blocks, 2 * width, 4 * width, stride=2)
         self.fc = nn.Linear(4 * width, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -73,12 +76,25 @@ class ResNet(nn.Module):
         return logits
 
 
+def _stage(blocks: int, inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    """Blocks in a row, the first of which changes the channels and the resolution."""
+    first = Block(inputs, outputs, stride)
+    return nn.Sequential(first, *(Block(outputs, outputs, 1) for _ in range(blocks - 1)))
+
+
 def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
     """torchvision's MobileNetV2 with two strides less, so that 32x32 images end at 4x4."""
-    torchvision = library("torchvision")  # late, as everywhere here: it takes seconds
-    # expansion, channels, repeats, stride: the second stage has stride 1, and so has the stem
-    stages = [(1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)]
-    settings = {"inverted_residual_setting": [list(stage) for stage in stages], "dropout": 0.0} | kwargs
+    torchvision = library("torchvision")  # imported late, as everywhere in this file, since it takes seconds
+    stages = [  # expansion, channels, repeats, stride; torchvision's second stage has stride 2
+        [1, 16, 1, 1],
+        [6, 24, 2, 1],
+        [6, 32, 3, 2],
+        [6, 64, 4, 2],
+        [6, 96, 3, 1],
+        [6, 160, 3, 2],
+        [6, 320, 1, 1],
+    ]
+    settings = {"inverted_residual_setting": stages, "dropout": 0.0} | kwargs
     model: nn.Module = torchvision.models.MobileNetV2(num_classes=num_classes, **settings)
     stem = model.get_submodule("features.0.0")
     assert isinstance(stem, nn.Conv2d)
@@ -99,6 +115,9 @@ NETS: Mapping[str, Mapping[str, Callable[..., nn.Module]]] = {
 }
 
 
+# building by name
+
+
 def build(name: str, /, **kwargs: Any) -> nn.Module:
     """Build a network with fresh weights; nothing is downloaded.
 
@@ -116,13 +135,16 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
     except (Exception, SystemExit) as error:
         raise DmcpError(f"{name}: its builder failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise DmcpError(f"{name}: gave a {type(model).__name__}, not an nn.Module.")
+        raise DmcpError(f"{name}: its builder returned a {type(model).__name__}, not an nn.Module.")
     return model
 
 
 def rebuild(name: str, typed: Iterable[str], classes: int | None, seed: int = 0) -> nn.Module:
-    """Build the network of a run: arguments as typed, classes of the data, weights that depend on the seed only."""
-    arguments = dict(map(argument, typed))
+    """Build the network of a run, with weights that depend on the seed only.
+
+    typed: the words of --model-args. classes: those of the data, for networks that take a number of classes.
+    """
+    arguments = dict(argument(word) for word in typed)
     if classes is not None and (of_library(name) or _takes_classes(find(name))):
         arguments = {"num_classes": classes} | arguments
     with torch.random.fork_rng(devices=[]):
@@ -130,28 +152,8 @@ def rebuild(name: str, typed: Iterable[str], classes: int | None, seed: int = 0)
         return build(name, **arguments)
 
 
-def of_library(name: str) -> bool:
-    """Whether torchvision, timm or this package builds it, not a user's own code."""
-    return ":" not in name or name.partition(":")[0] in ("timm", *NETS)
-
-
-def is_harmless(name: str, typed: Iterable[str]) -> bool:
-    """Whether building this network runs the code of libraries only, and fetches nothing from the network."""
-    arguments = dict(map(argument, typed))
-    fetching = [key for key, value in arguments.items() if key.startswith(_FETCHING) and value]
-    return of_library(name) and not fetching
-
-
-def _takes_classes(factory: Callable[..., Any]) -> bool:
-    """Whether a user's factory has an argument `num_classes`."""
-    try:
-        return "num_classes" in inspect.signature(factory).parameters
-    except ValueError:  # some that are written in C do not say
-        return False
-
-
 def argument(text: str) -> tuple[str, Any]:
-    """One k=v of --model-args; the value is a number, bool, None, tuple or list where it reads as one, else text."""
+    """Read one name=value of --model-args: a number, bool, None, tuple or list if written as one, else text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise DmcpError(f"--model-args: {text!r} is not of the form name=value, like width_mult=1.5.")
@@ -162,52 +164,90 @@ def argument(text: str) -> tuple[str, Any]:
     return name, value
 
 
+def of_library(name: str) -> bool:
+    """Return True if torchvision, timm or this package builds the network, not a user's own code."""
+    package, colon, _ = name.partition(":")
+    return not colon or package in ("timm", *NETS)
+
+
+def is_harmless(name: str, typed: Iterable[str]) -> bool:
+    """Return True if building this network runs the code of libraries only, and fetches nothing from the network."""
+    for word in typed:
+        key, value = argument(word)
+        if key.startswith(_FETCHING) and value:
+            return False
+    return of_library(name)
+
+
+def _takes_classes(factory: Callable[..., Any]) -> bool:
+    """Return True if a user's factory has an argument `num_classes`."""
+    try:
+        return "num_classes" in inspect.signature(factory).parameters
+    except ValueError:  # functions that are written in C need not have a signature
+        return False
+
+
 def sample_shape(model: nn.Module, usual: tuple[int, ...] = (3, 224, 224)) -> tuple[int, ...]:
-    """Shape of one image for the model: its `sample_shape`, timm's input_size, else the usual one."""
+    """Return the shape of one image for the model: its `sample_shape`, timm's input_size, else the usual one."""
+    own_shape = getattr(model, "sample_shape", None)
+    if own_shape:
+        return tuple(own_shape)
     config = getattr(model, "pretrained_cfg", None) or {}
-    return tuple(getattr(model, "sample_shape", None) or config.get("input_size", usual))
+    return tuple(config.get("input_size", usual))
 
 
 def names(timm: bool = False) -> list[str]:
-    """Names that `build` knows: torchvision's and those of small networks, or timm's."""
+    """List the names that `build` knows: torchvision's and those of small networks, or timm's."""
     if timm:
         return [f"timm:{name}" for name in library("timm").list_models()]
-    torchvision = library("torchvision")
-    small = [f"{library}:{name}" for library, known in NETS.items() for name in known]
-    return [*small, *torchvision.models.list_models()]
+    small = [f"{package}:{name}" for package, networks in NETS.items() for name in networks]
+    return [*small, *library("torchvision").models.list_models()]
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The function or class that builds the network of this name."""
+    """Return the function or class that builds the network of this name."""
     package, colon, rest = name.partition(":")
     if not colon:
-        return _torchvision(name)
-    if package in NETS:
-        return NETS[package].get(rest) or _unknown(rest, NETS[package], package, f"All: {', '.join(NETS[package])}.")
+        return _find_in_torchvision(name)
     if package == "timm":
-        timm = library("timm")
-        if not timm.is_model(rest):
-            _unknown(rest, timm.list_models(), "timm")
-        return lambda **kwargs: timm.create_model(rest, **kwargs)
+        return _find_in_timm(rest)
+    if package in NETS:
+        networks = NETS[package]
+        if rest not in networks:
+            _unknown(rest, networks, package, f"All: {', '.join(networks)}.")
+        return networks[rest]
+
     factory = imported(package, rest)
     if not callable(factory):
-        raise DmcpError(f"{name}: is a {type(factory).__name__}, not a function or class that builds a network.")
+        raise DmcpError(f"{name} is a {type(factory).__name__}, not a function or class that builds a network.")
     return factory  # type: ignore[no-any-return]
 
 
-def _torchvision(name: str) -> Callable[..., Any]:
+def _find_in_torchvision(name: str) -> Callable[..., Any]:
     torchvision = library("torchvision")
-    known = torchvision.models.list_models()
-    if name not in known:
+    models = torchvision.models.list_models()
+    if name not in models:
         hint = "Other ways: timm:NAME, package.module:factory. For small images: cifar:NAME, digits:resnet."
-        _unknown(name, known, "torchvision", hint)
+        _unknown(name, models, "torchvision", hint)
     builder = torchvision.models.get_model_builder(name)
-    wanted = {"weights", "weights_backbone"} & {*inspect.signature(builder).parameters}  # else a backbone is downloaded
-    return lambda **kwargs: builder(**dict.fromkeys(wanted) | kwargs)
+    parameters = inspect.signature(builder).parameters
+    # Without weights_backbone=None a backbone would be downloaded.
+    without_weights = {key: None for key in ("weights", "weights_backbone") if key in parameters}
+    return lambda **kwargs: builder(**without_weights | kwargs)
+
+
+def _find_in_timm(name: str) -> Callable[..., Any]:
+    timm = library("timm")
+    if not timm.is_model(name):
+        _unknown(name, timm.list_models(), "timm")
+    return lambda **kwargs: timm.create_model(name, **kwargs)
+
+
+# importing
 
 
 def library(name: str) -> Any:
-    """A library that is named by data; neither it nor what it imports is looked for in the current folder."""
+    """Import a library that data names; neither it nor what it imports is looked for in the current folder."""
     before = list(sys.path)
     sys.path[:] = [folder for folder in before if folder != _CURRENT_FOLDER]
     try:
@@ -217,17 +257,17 @@ def library(name: str) -> Any:
 
 
 def imported(module: str, name: str) -> Any:
-    """What a module that a person typed has under a name, like `build` or `Outer.build`.
+    """Return what a module that a person typed has under a name, like `build` or `Outer.build`.
 
-    Only if it is not installed does Python look into the current folder, also for what the module itself imports.
+    Only if the module is not installed does Python look into the current folder, also for what the module imports.
     """
     try:
         spec = importlib.util.find_spec(module.partition(".")[0])
-    except ValueError:  # no name, or a module that was not imported from a file, which `_import` says
+    except ValueError:  # an empty name, or a module that was not imported from a file; `_import` reports both
         spec = None
     is_installed = spec is not None and spec.origin is not None  # folders without __init__.py have no origin
     if not is_installed and _CURRENT_FOLDER not in sys.path:
-        sys.path.append(_CURRENT_FOLDER)  # last: a file there must not take the place of a library
+        sys.path.append(_CURRENT_FOLDER)  # last, so that a file there does not take the place of a library
     value = _import(module)
     for part in name.split("."):
         if not hasattr(value, part):
@@ -239,12 +279,15 @@ def imported(module: str, name: str) -> Any:
 def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a script that is no module may leave by sys.exit
+    except (Exception, SystemExit) as error:  # a script may leave by sys.exit
         raise DmcpError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _unknown(name: str, known: Iterable[str], where: str, hint: str = "") -> NoReturn:
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or [key for key in known if name and name in key][:3]
-    guess = f"did you mean {', '.join(near)}?" if near else "and no name near it."
-    raise DmcpError(f"There is no {name!r} in {where}; {guess} {hint}".strip())
+def _unknown(name: str, existing: Iterable[str], where: str, hint: str = "") -> NoReturn:
+    """Raise the error for a name that does not exist, with the nearest ones."""
+    existing = list(existing)
+    near = difflib.get_close_matches(name, existing, n=3, cutoff=0.5)
+    if not near and name:
+        near = [key for key in existing if name in key][:3]
+    guess = f"Did you mean {', '.join(near)}?" if near else ""
+    raise DmcpError(" ".join(filter(None, [f"{where} has no {name!r}.", guess, hint])))
