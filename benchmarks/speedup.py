@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from dmcp.exporting.timing import time_in_turns
 from dmcp.models import rebuild, sample_shape
 
 SEARCHED = Path(__file__).parent / "searched.json"  # widths at 50 % of the MACs: REPORT.md, judge
+BATCH = {"cpu": 1, "cuda": 256}  # by default
 
 
 def in_onnxruntime(net: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
-    """The network as a session on one thread."""
+    """Return a pass of the network in onnxruntime, on one thread."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.onnx"
         torch.onnx.export(net, (x,), path, dynamo=False)
@@ -35,38 +36,56 @@ def in_onnxruntime(net: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 
 
 def on_gpu(net: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
-    """The compiled network in bfloat16, channels last."""
+    """Return a pass of the compiled network in bfloat16, channels last."""
     x = x.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
     net = net.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
     return torch.no_grad()(partial(torch.compile(net), x))
 
 
+def read_network(name: str) -> tuple[nn.Module, Sequence[int] | Mapping[str, int]]:
+    """Build a network by its name or that of a run folder, with the widths that were searched for it."""
+    run = Path(name)
+    if not run.is_dir():
+        return rebuild(name, (), None), json.loads(SEARCHED.read_text())[name]
+    settings = json.loads((run / "settings.json").read_text())
+    model = rebuild(settings["model"], settings.get("model_args", ()), settings.get("classes"))
+    return model, json.loads((run / "widths.json").read_text())["widths"]
+
+
+def measure(name: str, device: str, batch: int) -> str:
+    """Time a network unpruned and cut in three ways, and return the row of the table."""
+    model, searched_widths = read_network(name)
+    model.eval()
+    x = torch.randn(batch, *sample_shape(model))
+    graph = dmcp.trace(model, x[:1])
+    searched = graph.widths(searched_widths)
+    uniform = dmcp.uniform(graph, "50%")
+    unaligned = dmcp.uniform(graph, "50%", align=1)
+
+    in_runtime = in_onnxruntime if device == "cpu" else on_gpu
+    calls = []
+    for widths in (graph.full, searched, uniform, unaligned):
+        small = dmcp.cut(model, graph, widths).eval()
+        calls.append(in_runtime(small, x))
+    unpruned_ms, *cut_ms = time_in_turns(calls, torch.device(device))
+
+    speedups = [f"{unpruned_ms / ms:.2f} ×" for ms in cut_ms]
+    macs_ratio = graph.macs() / graph.macs(searched)
+    return f"| {name} | {unpruned_ms:.3g} | {' | '.join(speedups)} | {macs_ratio:.2f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["resnet18", "resnet50", "mobilenet_v2"])
-    parser.add_argument("--batch", type=int)
+    parser.add_argument(
+        "--model", nargs="+", default=["resnet18", "resnet50", "mobilenet_v2"], help="names or run folders"
+    )
+    parser.add_argument("--batch", type=int, help="images in a batch; default: 1, on a GPU 256")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    given = parser.parse_args()
-    cpu = given.device == "cpu"
-    make = in_onnxruntime if cpu else on_gpu
-    searched = json.loads(SEARCHED.read_text())
+    options = parser.parse_args()
     print("| network | unpruned, ms | searched | uniform | uniform, multiples of 1 | MACs, before / after |")
     print("|---|---|---|---|---|---|")
-    for name in given.model:
-        run = Path(name)
-        settings = json.loads((run / "settings.json").read_text()) if run.is_dir() else {}
-        model = rebuild(settings.get("model", name), settings.get("model_args", ()), settings.get("classes")).eval()
-        x = torch.randn(given.batch or (1 if cpu else 256), *sample_shape(model))
-        graph = dmcp.trace(model, x[:1])
-        kept = json.loads((run / "widths.json").read_text())["widths"] if settings else searched[name]
-        uniform = (dmcp.uniform(graph, "50%", align=align) for align in (None, 1))
-        chosen = [graph.full, graph.widths(kept), *uniform]
-        nets = [make(dmcp.cut(model, graph, widths).eval(), x) for widths in chosen]
-        whole, *small = time_in_turns(nets, torch.device(given.device))
-        fewer = graph.macs() / graph.macs(chosen[1])
-        print(
-            f"| {name} | {whole:.3g} | {' | '.join(f'{whole / it:.2f} ×' for it in small)} | {fewer:.2f} |", flush=True
-        )
+    for name in options.model:
+        print(measure(name, options.device, options.batch or BATCH[options.device]), flush=True)
 
 
 if __name__ == "__main__":

@@ -314,17 +314,22 @@ def work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
     # Multiply-adds. Grouped layers are a kind of their own: they write as much for far fewer products.
     writers = {out: op for op in recording.ops for out in op.outs if out is not None}
     for cost in eval_pass.costs:
+        kind = cost.kind
         groups = writers[cost.out].arguments().get("groups")
-        is_grouped = isinstance(groups, int) and groups > 1
-        add(f"grouped {cost.kind}" if is_grouped else cost.kind, cost.out, cost.coefficient, cost.dims)
+        if isinstance(groups, int) and groups > 1:
+            kind = f"grouped {kind}"
+        add(kind, cost.out, cost.coefficient, cost.dims)
 
-    # Numbers written. Views write nothing; what else norms and pools return is small, or not needed.
+    # Numbers written. Views write nothing; what norms and pools return beside the first output is small, or not needed.
     layers = {cost.out for cost in eval_pass.costs}
     for op in recording.ops:
-        out = op.outs[0] if op.outs else None
-        if out is None or out in recording.tensors or op.func.is_view or op.name in VIEWS:
+        is_view = op.func.is_view or op.name in VIEWS
+        if is_view or not op.outs:
             continue
-        add(LAYERS if out in layers else OTHERS, out, 1, eval_pass.layouts[out])
+        out = op.outs[0]
+        if out is not None and out not in recording.tensors:
+            kind = LAYERS if out in layers else OTHERS
+            add(kind, out, 1, eval_pass.layouts[out])
     return {key: total(terms) for key, terms in parts.items()}
 
 
