@@ -38,8 +38,8 @@ from dmcp.markov import sample_groups
 from dmcp.models import argument, build, sample_shape
 from dmcp.runtime.engine import ResolvedEngine, best_device, resolve, suits_kernels
 from dmcp.searching.records import SearchRecord
-from dmcp.searching.search import LARGE, reach, uncounted
-from dmcp.searching.steps import Setup, Steps
+from dmcp.searching.search import LARGE, prepare_chains, uncounted
+from dmcp.searching.steps import StepContext, Steps
 from dmcp.settings import Sampling
 from dmcp.training.loop import Event, Runtime, StepRecord, make_step
 from dmcp.training.losses import classification_loss
@@ -154,9 +154,16 @@ def time_search(network: Network, net: Supernet, data: Any, resolved: ResolvedEn
     device, config = network.device, network.search_config(net)
     with resolved.running(net.model), uncounted(net.model):
         net.train()
-        budget, chains = reach(net, config)
-        setup = Setup(net, chains, budget, config, classification_loss(config.label_smoothing), resolved.precision)
-        steps = Steps(setup, resolved)
+        budget, chains = prepare_chains(net, config)
+        context = StepContext(
+            net=net,
+            chains=chains,
+            budget=budget,
+            config=config,
+            loss=classification_loss(config.label_smoothing),
+            precision=resolved.precision,
+        )
+        steps = Steps(context, resolved)
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():
             net.alpha.fill_(1.8)
@@ -167,7 +174,7 @@ def time_search(network: Network, net: Supernet, data: Any, resolved: ResolvedEn
         parts = stages | {"search_ms": lambda: [stage() for stage in stages.values()]}
         first = seconds(parts["search_ms"], device)
         times = {name: median_ms(step, network.asked.rounds, device) for name, step in parts.items()}
-        return first, times, getattr(steps.stage1, "refused", "") or getattr(steps.stage2, "refused", "")
+        return first, times, getattr(steps.run_stage1, "refused", "") or getattr(steps.run_stage2, "refused", "")
 
 
 def measure_steps(network: Network) -> Row:

@@ -37,7 +37,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.results import for_budget
 from dmcp.searching import steps as search_steps
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.subnets import chains as chains_of
+from dmcp.searching.subnets import make_chains as chains_of
 from dmcp.training.losses import classification_loss
 
 BATCHES = 10  # of held-out images, by which networks are judged
@@ -164,7 +164,7 @@ def soft_and_hard(
     soft = mean(soft_gates)
     out: dict[str, Any] = {"loss_full": full, "loss_hard": hard, "loss_soft": soft}
     out["seen"] = (soft - full) / (hard - full)
-    with search_steps._only_alphas(net):
+    with search_steps.only_alphas(net):
         net.alpha.grad = None
         for x, y in batches:
             with autocast(it):

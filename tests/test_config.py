@@ -14,8 +14,8 @@ from dmcp.cli.session import build, trace_job
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.runs.files import SETTINGS
 from dmcp.runs.writing import Run
+from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, parse_budget
-from dmcp.searching.records import extremes
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig, defaults, paper
 from dmcp.tracing.graph import ChannelGraph
@@ -174,7 +174,7 @@ def test_a_recipe_has_the_settings_of_section_4_1(name: str, row: tuple[str, ...
     target = round(float(row[1][:-1]) * {"M": 10**6, "G": 10**9}[row[1][-1]])
     assert f"_{target // 10**6}m" in name
     assert [(limit.kind, limit.target) for limit in parse_budget(search.budget, graph).limits] == [("macs", target)]
-    check_reachable(parse_budget(search.budget, graph), graph, extremes(graph, net.sizes)[0])
+    check_reachable(parse_budget(search.budget, graph), graph, extreme_widths(graph, net.sizes)[0])
 
 
 @pytest.mark.parametrize(("model", "printed"), [("mobilenet_v2", 672e6), ("resnet18", 1.8e9), ("resnet50", 4.1e9)])

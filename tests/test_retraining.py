@@ -23,8 +23,8 @@ from dmcp.retraining import (
     train_all,
 )
 from dmcp.runtime.batches import generator
-from dmcp.searching.steps import Setup, weight_step
-from dmcp.searching.subnets import chains
+from dmcp.searching.steps import StepContext, weight_step
+from dmcp.searching.subnets import make_chains
 from dmcp.settings import Retrain, TrainConfig
 from dmcp.training.loop import evaluate
 from dmcp.training.losses import classification_loss
@@ -57,8 +57,10 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
     dmcp.reinitialize(unpruned, generator=generator(config.seed))
     net = dmcp.Supernet(unpruned, graph).train()
     optimizer = torch.optim.SGD(net.weights(), 0.1, 0.9, nesterov=True)
-    setup = Setup(net, chains(net), dmcp.parse_budget("50%", graph), SEARCH, classification_loss())
-    weight_step(setup, loader.batches, optimizer, [net.hard(graph.full), net.hard(widths)])
+    budget = dmcp.parse_budget("50%", graph)
+    loss = classification_loss()
+    context = StepContext(net=net, chains=make_chains(net), budget=budget, config=SEARCH, loss=loss)
+    weight_step(context, loader.batches, optimizer, [net.hard(graph.full), net.hard(widths)])
     wanted = dmcp.cut(net.model, graph, widths)
     for mine, theirs in zip(found.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.steps import Setup, arch_step, weight_step
-from dmcp.searching.subnets import chains
+from dmcp.searching.steps import StepContext, arch_step, weight_step
+from dmcp.searching.subnets import make_chains
 from dmcp.settings import Sampling, SearchConfig
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -26,18 +27,19 @@ def cross_entropy(output: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(output, batch[1])  # in the dtype of the output, unlike the default loss
 
 
-def made(toy: Any = Residual, loss: Any = cross_entropy, **settings: Any) -> tuple[Setup, Batches]:
+def made(toy: Any = Residual, loss: Any = cross_entropy, **settings: Any) -> tuple[StepContext, Batches]:
     """A supernet in float64 with random alphas and what its steps share, and two batches."""
     net, x, labels = supernet(toy), sample(toy.SHAPE, batch=8), torch.arange(8) % 5
     config = SearchConfig(budget="50%", **settings)
-    return Setup(net, chains(net), parse_budget("50%", net.graph), config, loss), [
+    budget = parse_budget("50%", net.graph)
+    return StepContext(net=net, chains=make_chains(net), budget=budget, config=config, loss=loss), [
         (x[:4], labels[:4]),
         (x[4:], labels[4:]),
     ]
 
 
-def subnets_of(setup: Setup, count: int) -> list[Tensor]:
-    return sandwich(setup.net, setup.chains, Sampling.UNIFORM, count, torch.Generator().manual_seed(0))
+def subnets_of(context: StepContext, count: int) -> list[Tensor]:
+    return sandwich(context.net, context.chains, Sampling.UNIFORM, count, torch.Generator().manual_seed(0))
 
 
 def photograph(net: Any) -> dict[str, bytes]:
@@ -58,21 +60,21 @@ def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.SGD:
 
 
 def test_weight_step_leaves_the_alphas() -> None:
-    setup, batches = made()
-    before = photograph(setup.net)
-    losses = weight_step(setup, batches[:1], sgd(setup.net.weights()), subnets_of(setup, 2))
-    after = changed(setup.net, before)
-    assert "alpha" not in after and setup.net.alpha.grad is None
-    assert after >= {name for name, _ in setup.net.model.named_parameters()}
+    context, batches = made()
+    before = photograph(context.net)
+    losses = weight_step(context, batches[:1], sgd(context.net.weights()), subnets_of(context, 2))
+    after = changed(context.net, before)
+    assert "alpha" not in after and context.net.alpha.grad is None
+    assert after >= {name for name, _ in context.net.model.named_parameters()}
     assert losses.shape == (4,) and not losses.requires_grad
 
 
 def test_arch_step_leaves_weights_and_buffers() -> None:
-    setup, batches = made()
-    net = setup.net
+    context, batches = made()
+    net = context.net
     flags = [weight.requires_grad_(number % 3 > 0).requires_grad for number, weight in enumerate(net.weights())]
     before = photograph(net)
-    record = arch_step(setup, batches[:1], sgd(net.alphas()))
+    record = arch_step(context, batches[:1], sgd(net.alphas()))
     assert changed(net, before) == {"alpha"}
     assert [weight.requires_grad for weight in net.weights()] == flags
     assert all(weight.grad is None for weight in net.weights())
@@ -87,9 +89,9 @@ def test_arch_step_leaves_weights_and_buffers() -> None:
 @pytest.mark.parametrize("distill", [False, True])
 def test_one_step_along_the_sum_of_all_gradients(distill: bool) -> None:
     """Also where the others learn from the first one's output, which is not trained by that."""
-    setup, batches = made(distill=distill)
-    net, (x, labels) = setup.net, batches[0]
-    subnets = subnets_of(setup, 2)
+    context, batches = made(distill=distill)
+    net, (x, labels) = context.net, batches[0]
+    subnets = subnets_of(context, 2)
     outputs = [net(x, gates) for gates in subnets]
     losses = [F.cross_entropy(output, labels) for output in outputs]
     if distill:
@@ -98,25 +100,25 @@ def test_one_step_along_the_sum_of_all_gradients(distill: bool) -> None:
     gradients = torch.autograd.grad(torch.stack(losses).sum(), net.weights())
     expected = [weight.detach() - 0.1 * gradient for weight, gradient in zip(net.weights(), gradients, strict=True)]
     apart = copy.deepcopy(net)
-    found = weight_step(setup, batches[:1], sgd(net.weights()), subnets)
+    found = weight_step(context, batches[:1], sgd(net.weights()), subnets)
     near = {"rtol": 1e-4, "atol": 1e-6} if distill else {"rtol": 1e-9, "atol": 1e-12}  # distillation is float32
     torch.testing.assert_close(found.double(), torch.stack(losses).detach(), **near)
     for weight, value in zip(net.weights(), expected, strict=True):
         torch.testing.assert_close(weight.detach(), value, **near)
     for gates in subnets:  # one optimizer step per sub-network ends elsewhere
-        alone = Setup(apart, setup.chains, setup.budget, setup.config, setup.loss)
+        alone = replace(context, net=apart)
         weight_step(alone, batches[:1], sgd(apart.weights()), [gates])
     assert (apart.weights()[0] - expected[0]).abs().max() > 1e-6
 
 
 def test_several_batches_are_one_large_batch() -> None:
-    setup, batches = made(Plain, distill=False)  # no norms: a batch and its halves are the same
-    other = Setup(copy.deepcopy(setup.net), setup.chains, setup.budget, setup.config, setup.loss)
+    context, batches = made(Plain, distill=False)  # no norms: a batch and its halves are the same
+    other = replace(context, net=copy.deepcopy(context.net))
     large = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
-    for it, parts in ((setup, batches), (other, large)):
-        weight_step(it, parts, sgd(it.net.weights()), subnets_of(setup, 1))
+    for it, parts in ((context, batches), (other, large)):
+        weight_step(it, parts, sgd(it.net.weights()), subnets_of(context, 1))
         arch_step(it, parts, sgd(it.net.alphas()))
-    for a, b in zip(setup.net.parameters(), other.net.parameters(), strict=True):
+    for a, b in zip(context.net.parameters(), other.net.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
@@ -125,37 +127,37 @@ def test_several_batches_are_one_large_batch() -> None:
 
 @pytest.mark.parametrize("toy", [Chain, Residual, Depthwise], ids=lambda net: net.__name__)
 def test_arch_step_computes_no_conv_weight_gradients(toy: Any) -> None:
-    setup, batches = made(toy)
+    context, batches = made(toy)
     with Backwards() as backwards:
-        arch_step(setup, batches[:1], sgd(setup.net.alphas()))
+        arch_step(context, batches[:1], sgd(context.net.alphas()))
     assert backwards.convs > 0 and backwards.weight_gradients == 0
 
 
 def test_budget_alone_does_not_run_the_network() -> None:
-    setup, batches = made(task_loss=False)
+    context, batches = made(task_loss=False)
     with Backwards() as backwards:
-        record = arch_step(setup, batches, sgd(setup.net.alphas(), lr=10.0))
+        record = arch_step(context, batches, sgd(context.net.alphas(), lr=10.0))
     assert record.task_loss is None and backwards.convs == 0
-    again = arch_step(setup, batches, sgd(setup.net.alphas()))
+    again = arch_step(context, batches, sgd(context.net.alphas()))
     assert (record.ratios - 0.975).abs() > (again.ratios - 0.975).abs()  # nearer to the band
 
 
-def step_gradient(setup: Setup, batches: Any) -> Tensor:
+def step_gradient(context: StepContext, batches: Any) -> Tensor:
     """The gradient that arch_step follows: how far it goes at learning rate one."""
-    before = setup.net.alpha.detach().clone()
-    arch_step(setup, batches, sgd(setup.net.alphas(), lr=1.0))
-    gradient = before - setup.net.alpha.detach()
+    before = context.net.alpha.detach().clone()
+    arch_step(context, batches, sgd(context.net.alphas(), lr=1.0))
+    gradient = before - context.net.alpha.detach()
     with torch.no_grad():
-        setup.net.alpha.copy_(before)
+        context.net.alpha.copy_(before)
     return gradient
 
 
 def test_gradient_is_that_of_finite_differences() -> None:
-    setup, batches = made()
-    gradient, alpha = step_gradient(setup, batches[:1]), setup.net.alpha.data
+    context, batches = made()
+    gradient, alpha = step_gradient(context, batches[:1]), context.net.alpha.data
 
     def total() -> Tensor:
-        seen = arch_step(setup, batches[:1], sgd(setup.net.alphas(), lr=0.0))
+        seen = arch_step(context, batches[:1], sgd(context.net.alphas(), lr=0.0))
         assert seen.task_loss is not None
         return seen.task_loss + 0.1 * seen.budget_loss
 
@@ -197,8 +199,8 @@ def equations(net: Any, batch: Any, misprinted: bool = False) -> Tensor:
 
 
 def test_gradient_is_that_of_the_papers_equations() -> None:
-    setup, batches = made(Chain, budget_weight=0.0)
-    gradient = step_gradient(setup, batches[:1])
-    torch.testing.assert_close(gradient, equations(setup.net, batches[0]), rtol=1e-7, atol=1e-10)
-    wrong = equations(setup.net, batches[0], misprinted=True)
+    context, batches = made(Chain, budget_weight=0.0)
+    gradient = step_gradient(context, batches[:1])
+    torch.testing.assert_close(gradient, equations(context.net, batches[0]), rtol=1e-7, atol=1e-10)
+    wrong = equations(context.net, batches[0], misprinted=True)
     assert (gradient - wrong).abs().max() > 0.01 * gradient.abs().max()

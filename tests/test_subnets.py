@@ -21,11 +21,11 @@ import dmcp
 import dmcp.searching.steps
 from dmcp.errors import WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
+from dmcp.searching.bounds import width_bounds
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.records import bounds
 from dmcp.searching.search import search
-from dmcp.searching.steps import Setup, weight_step
-from dmcp.searching.subnets import Chains, Stem, chains, find_stem, sample_gates, sort_channels
+from dmcp.searching.steps import StepContext, weight_step
+from dmcp.searching.subnets import Chains, Stem, find_stem, make_chains, sample_gates, sort_channels
 from dmcp.searching.supernet import Narrow
 from dmcp.settings import Sampling, SearchConfig
 
@@ -69,7 +69,7 @@ def sandwich(net: Any, chain: Chains, sampling: Sampling, count: int, dice: torc
 @both
 def test_bounds_hold_for_every_gate(sampling: Sampling, process: Any) -> None:
     net = made()
-    chain = chains(net, process, {"stem": 3, "conv4": 11}, {"stem": 5, "conv3": 1, "conv1": 5})
+    chain = make_chains(net, process, {"stem": 3, "conv4": 11}, {"stem": 5, "conv3": 1, "conv1": 5})
     assert ends_of(chain) == [(3, 5), (1, 5), (1, 1), (11, 11)]  # stem, conv1, conv3, conv4
     ends = widths_of(net, sandwich(net, chain, sampling, 0))
     assert ends.tolist() == [[5, 5, 1, 11], [3, 1, 1, 11]]
@@ -97,25 +97,25 @@ def test_bounds_hold_for_every_gate(sampling: Sampling, process: Any) -> None:
     ],
 )
 def test_bounds_of_the_network_and_of_modules(low: Any, high: Any, align: int, ends: list[tuple[int, int]]) -> None:
-    assert ends_of(chains(made(align=align), CHAIN, low, high, align)) == ends
+    assert ends_of(make_chains(made(align=align), CHAIN, low, high, align)) == ends
 
 
 def test_bounds_by_module_of_torchvision() -> None:
     """Of two modules the inner one counts, of two that say as much the stricter; channels, where groups are kept."""
     graph = dmcp.trace(torchvision.models.resnet18(), torch.zeros(2, 3, 32, 32))
-    ends = bounds(graph, {"layer2": 20, "layer2.1": 30, "conv1": 7}, {"layer1": 60})
+    ends = width_bounds(graph, {"layer2": 20, "layer2.1": 30, "conv1": 7}, {"layer1": 60})
     found = dict(zip(graph.full, ends, strict=True))
     assert found["layer2.0.conv1"] == (20, 128) and found["layer2.1.conv1"] == (30, 128)
     assert found["layer2.0.conv2"] == (30, 128)  # written by layer2.0 and layer2.1
     assert found["conv1"] == (7, 60) and found["layer1.0.conv1"] == (1, 60) and found["layer3.0.conv1"] == (1, 256)
-    both = dict(zip(graph.full, bounds(graph, {"layer2.0": 9, "layer2.1": 30}, {}), strict=True))
+    both = dict(zip(graph.full, width_bounds(graph, {"layer2.0": 9, "layer2.1": 30}, {}), strict=True))
     assert both["layer2.0.conv2"] == (30, 128)
     graph = dmcp.trace(torchvision.models.resnext50_32x4d(), torch.zeros(2, 3, 32, 32))  # 32 groups of 4 channels
     first = list(graph.full).index("layer1.0.conv1")  # a space's own name counts groups, as its size does
-    lows = [bounds(graph, it, {})[first][0] for it in (10, {"layer1": 10}, {"layer1.0.conv1": 10})]
-    assert lows == [3, 3, 10] and bounds(graph, {}, {"layer1": 10})[first] == (1, 2)
+    lows = [width_bounds(graph, it, {})[first][0] for it in (10, {"layer1": 10}, {"layer1.0.conv1": 10})]
+    assert lows == [3, 3, 10] and width_bounds(graph, {}, {"layer1": 10})[first] == (1, 2)
     with pytest.raises(WidthsError, match="groups of 16 channels"):
-        bounds(graph, {}, 10)
+        width_bounds(graph, {}, 10)
 
 
 # samples
@@ -123,23 +123,23 @@ def test_bounds_by_module_of_torchvision() -> None:
 
 def test_uniform_and_sandwich_sampling() -> None:
     net = made()
-    widths = widths_of(net, sampled(net, chains(net), Sampling.UNIFORM))
+    widths = widths_of(net, sampled(net, make_chains(net), Sampling.UNIFORM))
     for column, borders in zip(widths.T, ([2, 4, 6, 8], [1, 2, 4, 6], [2, 4, 6, 9], [2, 5, 8, 11]), strict=True):
         values, counts = column.unique(return_counts=True)
         assert values.tolist() == borders and (counts / MANY - 1 / 4).abs().max() < SPREAD
     ranks = torch.stack([column.unique(return_inverse=True)[1] for column in widths.T]).double()
     assert (torch.corrcoef(ranks) - torch.eye(4)).abs().max() < 2 * SPREAD  # each space by itself
-    column = widths_of(net, sampled(net, chains(net, CHAIN, {"stem": 6}), Sampling.UNIFORM))[:, 0]
+    column = widths_of(net, sampled(net, make_chains(net, CHAIN, {"stem": 6}), Sampling.UNIFORM))[:, 0]
     values, counts = column.unique(return_counts=True)  # a bound merges groups
     assert values.tolist() == [6, 8] and (counts / MANY - 1 / 2).abs().max() < SPREAD
-    widths = widths_of(net, sampled(net, chains(net), Sampling.SANDWICH))  # one ratio for all spaces
+    widths = widths_of(net, sampled(net, make_chains(net), Sampling.SANDWICH))  # one ratio for all spaces
     assert {tuple(row) for row in widths.tolist()} == {(2, 1, 2, 2), (4, 2, 4, 5), (6, 4, 6, 8), (8, 6, 9, 11)}
 
 
 @both
 def test_markov_samples_each_channel_as_often_as_its_soft_gate_says(process: Any) -> None:
     net = made()
-    chain = chains(net, process)
+    chain = make_chains(net, process)
     gates = torch.stack(sampled(net, chain, Sampling.MARKOV)).float()
     soft = chain.gates(chain.marginals(net.alpha)).detach()
     assert (gates.mean(dim=0) - soft).abs().max() < SPREAD
@@ -183,7 +183,9 @@ def task(output: Any, batch: Any) -> Tensor:
 def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | None, loss: Any) -> Tensor:
     """The losses; the smallest sub-network is a narrow one where `align` is given."""
     optimizer, dice = torch.optim.SGD(net.weights(), lr, 0.9), torch.Generator().manual_seed(1)
-    setup = Setup(net, chains(net), parse_budget("50%", net.graph), SearchConfig(budget="50%", distill=False), loss)
+    config = SearchConfig(budget="50%", distill=False)
+    budget = parse_budget("50%", net.graph)
+    context = StepContext(net=net, chains=make_chains(net), budget=budget, config=config, loss=loss)
     border = () if stem is None else (stem.paths, stem.value)
     small = None if align is None else Narrow(net, net.min_widths, align, *border)
 
@@ -193,10 +195,10 @@ def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | 
     torch.manual_seed(2)  # of dropout: each sub-network has its own
     losses = []
     for number in range(3):
-        subnets = [with_gates(it) for it in sandwich(net, setup.chains, Sampling.UNIFORM, 2, dice)]
+        subnets = [with_gates(it) for it in sandwich(net, context.chains, Sampling.UNIFORM, 2, dice)]
         subnets[1] = subnets[1] if small is None else small
         batches = [(part + 0.1 * number, torch.arange(len(part)) % 5) for part in x.split(8)]
-        losses.append(weight_step(setup, batches, optimizer, subnets, stem and stem.head))
+        losses.append(weight_step(context, batches, optimizer, subnets, stem and stem.head))
     return torch.stack(losses)
 
 

@@ -15,8 +15,8 @@ from dmcp.exporting.latency import Latency, attach_latency, measure_latency, tim
 from dmcp.exporting.timing import Measure, Timer
 from dmcp.markov import group_sizes
 from dmcp.request import Spec
+from dmcp.searching.bounds import width_bounds
 from dmcp.searching.budget import check_reachable, counted_part, parse_budget
-from dmcp.searching.records import bounds
 from dmcp.searching.search import SEARCH
 from dmcp.settings import LatencyConfig, SearchConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -41,7 +41,7 @@ def parse_budgets(specs: Sequence[Spec], graph: ChannelGraph, low: Widths, high:
 
 def reachable(graph: ChannelGraph, config: SearchConfig) -> tuple[Widths, Widths]:
     """The smallest and the largest widths of a search with these settings: each space keeps at least one group."""
-    ends = bounds(graph, config.min_channels, config.max_channels, config.align)
+    ends = width_bounds(graph, config.min_channels, config.max_channels, config.align)
     lowest: list[int] = []
     highest: list[int] = []
     for space, (least, most) in zip(graph.spaces, ends, strict=True):

@@ -29,7 +29,7 @@ from dmcp.searching import sampling
 from dmcp.searching.budget import check_reachable
 from dmcp.searching.sampling import FILLED, random_widths
 from dmcp.searching.search import SEARCH, search
-from dmcp.searching.subnets import chains
+from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Sampling, SearchConfig, TrainConfig, setting
 from dmcp.training.losses import classification_loss
@@ -143,7 +143,7 @@ def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, 
     """Narrow the slimmable network, `state` of `prepare`, group by group, until it is inside the budget."""
     graph = problem.graph
     net = Supernet(loaded(problem, state), graph, config.groups, problem.align)
-    path = chains(net, min_channels=problem.min_widths, max_channels=problem.widest, align=problem.align)
+    path = make_chains(net, min_channels=problem.min_widths, max_channels=problem.widest, align=problem.align)
     borders = path.sizes.cumsum(dim=1).cpu()  # (S, G)
     check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.max_widths)
     slimmed, passes = _slim(net, borders, problem, config)

@@ -36,9 +36,9 @@ from dmcp.runtime.batches import device_of
 from dmcp.runtime.checkpoint import DONE, State
 from dmcp.runtime.distributed import current
 from dmcp.runtime.io import from_plain, parse_tensors, read_bytes
+from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.records import extremes
-from dmcp.searching.subnets import chains
+from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.modules import narrow
@@ -109,8 +109,8 @@ def problem_of(protocol: Protocol, job: Job, budget: str, **more: Any) -> Proble
     } | more
     given |= {"model": job.model, "graph": graph, "min_widths": net.min_widths}
     if bounds.min_channels or bounds.max_channels:
-        ends = chains(net, min_channels=bounds.min_channels, max_channels=bounds.max_channels, align=bounds.align)
-        given["min_widths"], widest = extremes(graph, ends.sizes)
+        ends = make_chains(net, min_channels=bounds.min_channels, max_channels=bounds.max_channels, align=bounds.align)
+        given["min_widths"], widest = extreme_widths(graph, ends.sizes)
         high = widest if bounds.max_channels else None
     return Problem(budget=parse_budget(budget or graph.macs(high or graph.full), graph), max_widths=high, **given)
 

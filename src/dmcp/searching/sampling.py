@@ -12,8 +12,9 @@ from dmcp.arguments import Seed, Share, checked
 from dmcp.budgets import Budget
 from dmcp.errors import BudgetError
 from dmcp.runtime.batches import as_generator
+from dmcp.searching.bounds import width_bounds
 from dmcp.searching.budget import check_reachable, parse_budget, spent_shares
-from dmcp.searching.records import SearchResult, bounds
+from dmcp.searching.records import SearchResult
 from dmcp.settings import Bound, SearchConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
@@ -157,7 +158,9 @@ class Options:
 
 def between(graph: ChannelGraph, min_channels: Bound | None, max_channels: Bound | None, align: int | None) -> Options:
     """The options between two bounds; all widths where there are none."""
-    ends = bounds(graph, {} if min_channels is None else min_channels, {} if max_channels is None else max_channels)
+    ends = width_bounds(
+        graph, {} if min_channels is None else min_channels, {} if max_channels is None else max_channels
+    )
     lower, upper = torch.tensor(ends).unbind(1)
     return Options(graph, lower, upper, align)
 

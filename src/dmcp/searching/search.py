@@ -22,10 +22,11 @@ from dmcp.runtime.distributed import current, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine, resolve
 from dmcp.runtime.io import from_plain
 from dmcp.runtime.progress import phase, shown
+from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, constant_alpha, front_alphas, parse_budget
-from dmcp.searching.records import SearchRecord, SearchResult, Step, extremes, missed_budget
-from dmcp.searching.steps import Setup, Steps, arch_gradient, as_loss
-from dmcp.searching.subnets import Chains, chains, sort_channels
+from dmcp.searching.records import SearchRecord, SearchResult, UnreadStep, missed_budget
+from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss
+from dmcp.searching.subnets import Chains, make_chains, sort_channels
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
 from dmcp.tracing.modules import modules_of, without_autocast
@@ -60,34 +61,48 @@ def search(
     """
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
-    world, device, checkpointer = current(), device_of(net), runtime.checkpointer
-    steps = config.epochs * -(-length_of(loader) // config.accumulate)
-    resolved = runtime.resolve(net.model, task, steps, large=net.graph.macs() >= LARGE)
-    with seeded(config.seed, device, world), resolved.running(net.model), uncounted(net.model):
+    world = current()
+    step_count = config.epochs * -(-length_of(loader) // config.accumulate)
+    engine = runtime.resolve(net.model, task, step_count, large=net.graph.macs() >= LARGE)
+    with seeded(config.seed, device_of(net), world), engine.running(net.model), uncounted(net.model):
         share_tensors([*net.model.parameters(), *net.model.buffers()], world)
-        data = ResumableIterator(loader, resolved, world, config.accumulate)
-        arch_data = data if arch_loader is None else ResumableIterator(arch_loader, resolved, world, config.accumulate)
-        searcher = Searcher(net, config, data.per_epoch, task=task, engine=resolved)
-        state = _state(searcher, [data] if arch_data is data else [data, arch_data])
-        begin, facts, earlier = resume(checkpointer, state, world, searcher.warmup)
-        searcher.scale = facts.get("scale", 0.0)
+        data = ResumableIterator(loader, engine, world, config.accumulate)
+        iterators = [data]
+        next_arch_batches = None  # the alphas see the batches of the weights
+        if arch_loader is not None:
+            arch_data = ResumableIterator(arch_loader, engine, world, config.accumulate)
+            iterators.append(arch_data)
+            next_arch_batches = arch_data.next
+        searcher = Searcher(net, config, data.per_epoch, task=task, engine=engine)
+
+        # A run that was interrupted goes on at its last checkpoint.
+        checkpointer = runtime.checkpointer
+        state = _state(searcher, iterators)
+        begin, progress, earlier_records = resume(checkpointer, state, world, searcher.warmup)
+        searcher.scale = progress.get("scale", 0.0)
+
+        # Losses stay on the device, and are read in bundles.
         emit = partial(runtime.emit, SEARCH, searcher.total)
-        log = Log(net, config.log_every, lambda waiting: [step.read(world) for step in waiting], emit)
-        log.begin([from_plain(SearchRecord, record) for record in earlier])
-        with phase(runtime.name or SEARCH, searcher.total, begin) as log.show:
+        log = Log(net, config.log_every, lambda steps: [step.read(world) for step in steps], emit)
+        log.begin([from_plain(SearchRecord, record) for record in earlier_records])
+
+        with phase(runtime.name or SEARCH, searcher.total, begin) as show:
+            log.show = show
             for step in range(begin, searcher.total):
-                searcher.at, batches = step, data.next()
-                log.add(searcher.run(batches, None if arch_data is data else arch_data.next))
-                if checkpointer and (step + 1 == searcher.total or checkpointer.due(step + 1, world)):
+                searcher.at = step
+                log.add(searcher.run(data.next(), next_arch_batches))
+                is_last = step + 1 == searcher.total
+                if checkpointer and (is_last or checkpointer.due(step + 1, world)):
                     log.flush()
-                    done = {"scale": searcher.scale, DONE: step + 1 == searcher.total}
-                    checkpointer.save(step + 1, state, done, world)
+                    checkpointer.save(step + 1, state, {"scale": searcher.scale, DONE: is_last}, world)
             log.flush()
-    found = replace(searcher.result(), log=tuple(log.records))
-    runtime.emit(SEARCH, searcher.total, found)
-    if world.first and (text := missed_budget(found)):
-        warn(text, SearchWarning)
-    return found
+
+    result = replace(searcher.result(), log=tuple(log.records))
+    runtime.emit(SEARCH, searcher.total, result)
+    warning = missed_budget(result)
+    if warning and world.first:
+        warn(warning, SearchWarning)
+    return result
 
 
 class Searcher:
@@ -107,30 +122,43 @@ class Searcher:
         task: Task = Task(),
         engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
     ) -> None:
-        self.net, self.config, self.world = net, config, current()
         if steps_per_epoch < 1:
             raise TrainingError(
                 f"steps_per_epoch must be at least 1, not {steps_per_epoch}: has the loader no batches?"
             )
-        trains = config.warmup_epochs or config.train_weights
-        if trains or not torch.is_grad_enabled():
+        trains_weights = config.warmup_epochs > 0 or config.train_weights
+        if trains_weights or not torch.is_grad_enabled():
             check_trainable(net.model)
-        if trains and config.distill:
-            who, remedy = "The sub-networks learn from the full network's", "set distill=False in the SearchConfig"
-            warn_of_distillation(task.loss, who, remedy)
-        self.budget, self.chain = reach(net, config)
-        self.per_epoch = steps_per_epoch
-        self.total, self.warmup = steps_per_epoch * config.epochs, steps_per_epoch * config.warmup_epochs
+        if trains_weights and config.distill:
+            warn_of_distillation(
+                task.loss, "The sub-networks learn from the full network's", "set distill=False in the SearchConfig"
+            )
+        self.net = net
+        self.config = config
+        self.world = current()
+        self.budget, self.chains = prepare_chains(net, config)
+        self.steps_per_epoch = steps_per_epoch
+        self.total = steps_per_epoch * config.epochs
+        self.warmup = steps_per_epoch * config.warmup_epochs
         self.at = -1  # number of the current step
         self.scale = 0.0  # of the learning rates of the weights, by the size of the first batch
-        self.growth = config.sharpen ** (1 / (self.total - self.warmup))
+        self.growth = config.sharpen ** (1 / (self.total - self.warmup))  # of the alphas, in each step
         self.generator = torch.Generator(device_of(net)).manual_seed(config.seed)  # the same on every rank
-        _start(net, self.chain, self.budget, config)
-        plain = Engine(precision=Precision.FLOAT32, compile=False, graphs=False, kernels=False)
-        engine = engine or resolve(plain, device_of(net))
-        loss = task.loss or classification_loss(config.label_smoothing)
-        self.setup = Setup(net, self.chain, self.budget, config, loss, engine.precision, self.world)
-        self.steps = Steps(self.setup, engine, task.optimizer)
+        _start(net, self.chains, self.budget, config)
+
+        if engine is None:
+            plain = Engine(precision=Precision.FLOAT32, compile=False, graphs=False, kernels=False)
+            engine = resolve(plain, device_of(net))
+        self.context = StepContext(
+            net=net,
+            chains=self.chains,
+            budget=self.budget,
+            config=config,
+            loss=task.loss or classification_loss(config.label_smoothing),
+            precision=engine.precision,
+            world=self.world,
+        )
+        self.steps = Steps(self.context, engine, task.optimizer)
 
     @property
     def moves_alphas(self) -> bool:
@@ -157,18 +185,31 @@ class Searcher:
         if not self.moves_alphas:
             why = "weight_loss(batch) begins a step" if self.at < 0 else f"Step {self.at} is in the warm-up"
             raise TrainingError(f"{why}: call arch_loss after it, and only if searcher.moves_alphas.")
+
+        # Your optimizer may have put a gradient there, which must not be counted twice.
         alpha = self.net.alpha
-        before, alpha.grad = alpha.grad, None
-        seen = arch_gradient(self.setup, [batch])
-        gradient, alpha.grad = alpha.grad, before
-        loss = self.config.budget_weight * seen.budget_loss
-        return as_loss(loss if seen.task_loss is None else loss + seen.task_loss, [alpha], [gradient])
+        gradient_before = alpha.grad
+        alpha.grad = None
+        record = arch_gradient(self.context, [batch])
+        gradient = alpha.grad
+        alpha.grad = gradient_before
+
+        loss = self.config.budget_weight * record.budget_loss
+        if record.task_loss is not None:
+            loss = loss + record.task_loss
+        return as_loss(loss, [alpha], [gradient])
 
     def result(self) -> SearchResult:
         """The distribution of widths so far."""
-        alphas, chain, config = self.net.alpha.detach().cpu().clone(), self.chain, self.config
-        found = SearchResult(alphas, chain.sizes.cpu(), self.net.graph, self.budget, config.tolerance, config.align)
-        return replace(found, process=chain.process)
+        return SearchResult(
+            alphas=self.net.alpha.detach().cpu().clone(),
+            sizes=self.chains.sizes.cpu(),
+            graph=self.net.graph,
+            budget=self.budget,
+            tolerance=self.config.tolerance,
+            align=self.config.align,
+            process=self.chains.process,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """All that a search needs to go on, except for the data."""
@@ -180,25 +221,35 @@ class Searcher:
         _state(self, []).restore(state["tensors"], [], self.world)
         self.at, self.scale = state["at"], state["scale"]
 
-    def run(self, batches: list[Any], arch_batches: Callable[[], list[Any]] | None = None) -> Step:
+    def run(self, batches: list[Any], next_arch_batches: Callable[[], list[Any]] | None = None) -> UnreadStep:
         """The current step: stage 1 where the weights move, and stage 2 after the warm-up."""
-        config, samples = self.config, sum(map(size_of, batches))
-        lr, alpha_lr, losses, seen = None, None, None, None
+        config = self.config
+        samples = sum(map(size_of, batches))
+        record = SearchRecord(self.at, self.at // self.steps_per_epoch)
+
+        weight_losses = None
         if not self.moves_alphas or config.train_weights:
-            self.scale = self.scale or int(sum_values(torch.tensor([samples]), self.world)) / config.reference_batch
+            if not self.scale:
+                global_batch = int(sum_values(torch.tensor([samples]), self.world))
+                self.scale = global_batch / config.reference_batch
             lr = self.scale * cosine(self.at, self.total, config.lr, config.min_lr)
-            losses = self.steps.train_weights(batches, self._sampling(), self.generator, lr)
+            weight_losses = self.steps.train_weights(batches, self._sampling(), self.generator, lr)
+            record = replace(record, lr=lr)
+
+        arch_record = None
         if self.moves_alphas:
-            at, total = self.at - self.warmup, self.total - self.warmup
-            alpha_lr = cosine(at, total, config.alpha_lr, config.alpha_min_lr)
-            seen = self.steps.move_alphas(arch_batches() if arch_batches else batches, alpha_lr, self.growth)
-        record = SearchRecord(self.at, self.at // self.per_epoch, lr=lr, alpha_lr=alpha_lr)
-        return Step(record, samples, losses, seen)
+            alpha_lr = cosine(self.at - self.warmup, self.total - self.warmup, config.alpha_lr, config.alpha_min_lr)
+            arch_batches = next_arch_batches() if next_arch_batches else batches
+            arch_record = self.steps.move_alphas(arch_batches, alpha_lr, self.growth)
+            record = replace(record, alpha_lr=alpha_lr)
+        return UnreadStep(record, samples, weight_losses, arch_record)
 
     def _begin(self) -> None:
         if self.at + 1 == self.total:
-            epochs = f"{self.config.epochs} epochs of {self.per_epoch}"
-            raise TrainingError(f"All {self.total} steps are done, {epochs}: take result().")
+            raise TrainingError(
+                f"All {self.total} steps ({self.config.epochs} epochs of {self.steps_per_epoch}) are done. "
+                "Call result() to get the widths."
+            )
         self.at += 1
         self.net.train()
 
@@ -212,31 +263,39 @@ class Searcher:
 def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
     """All that a checkpoint of a search holds."""
     net, steps = searcher.net, searcher.steps
-    shared = {f"model.{name}": tensor for name, tensor in net.model.named_parameters()} | {"alpha": net.alpha}
+    shared = {f"model.{name}": parameter for name, parameter in net.model.named_parameters()}
+    shared["alpha"] = net.alpha
 
-    def own() -> dict[str, Tensor]:
-        narrow = steps.narrow.skeleton.named_buffers() if steps.narrow else ()
-        small = {f"narrow.{name}": tensor for name, tensor in narrow}
-        return {f"model.{name}": tensor for name, tensor in net.model.named_buffers()} | small
+    def buffers() -> dict[str, Tensor]:
+        """Running statistics, which each rank has of its own."""
+        tensors = {f"model.{name}": buffer for name, buffer in net.model.named_buffers()}
+        if steps.narrow is not None:
+            tensors |= {f"narrow.{name}": buffer for name, buffer in steps.narrow.skeleton.named_buffers()}
+        return tensors
 
-    return State(shared, own, [steps.weights, steps.alphas], [searcher.generator], data, net.alpha.device)
+    optimizers = [steps.weight_optimizer, steps.alpha_optimizer]
+    return State(shared, buffers, optimizers, [searcher.generator], data, net.alpha.device)
 
 
 # before the first step
 
 
-def reach(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
-    """The budget and the chains of a supernet that can reach it; an error if they do not fit together."""
-    wanted = [list(group_sizes(it.size, config.groups, it.step(config.align))) for it in net.graph.spaces]
-    if [[size for size in row if size] for row in net.sizes.tolist()] != wanted:
-        wanted_net = f"Supernet(model, graph, groups={config.groups}, align={config.align})"
-        raise WidthsError(f"The supernet has other groups than the settings: make it with {wanted_net}.")
-    found = chains(net, process_of(config.independent), config.min_channels, config.max_channels, config.align)
+def prepare_chains(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
+    """The budget, and the chains of the supernet that can reach it; an error if they do not fit together."""
+    groups = [list(group_sizes(space.size, config.groups, space.step(config.align))) for space in net.graph.spaces]
+    groups_of_net = [[size for size in row if size] for row in net.sizes.tolist()]
+    if groups_of_net != groups:
+        raise WidthsError(
+            "The supernet has other groups than the settings. Make it with "
+            f"Supernet(model, graph, groups={config.groups}, align={config.align})."
+        )
+    process = process_of(config.independent)
+    chains = make_chains(net, process, config.min_channels, config.max_channels, config.align)
     budget = parse_budget(config.budget, net.graph)
-    check_reachable(budget, net.graph, *extremes(net.graph, found.sizes))
-    if not found.sizes[:, 1:].any():
+    check_reachable(budget, net.graph, *extreme_widths(net.graph, chains.sizes))
+    if not chains.sizes[:, 1:].any():
         raise WidthsError("There is nothing to search: no space has a second group; use more groups or other bounds.")
-    return budget, found
+    return budget, chains
 
 
 @torch.no_grad()
@@ -263,7 +322,7 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
 @contextlib.contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
     """Switch off num_batches_tracked: with a momentum nothing reads it, and each update costs a kernel."""
-    norms = [it for it in modules_of(model) if isinstance(it, _NormBase) and it.momentum is not None]
+    norms = [module for module in modules_of(model) if isinstance(module, _NormBase) and module.momentum is not None]
     counts = [norm.num_batches_tracked for norm in norms]
     for norm in norms:
         norm.num_batches_tracked = None

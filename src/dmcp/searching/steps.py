@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from dmcp.budgets import Budget
 from dmcp.runtime.batches import input_of, size_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
 from dmcp.runtime.engine import ResolvedEngine, autocast
+from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import budget_loss, ratios
-from dmcp.searching.records import extremes
+from dmcp.searching.records import ArchRecord
 from dmcp.searching.subnets import Chains, find_stem, sample_gates
 from dmcp.searching.supernet import Narrow, Supernet
 from dmcp.settings import Precision, Sampling, SearchConfig
@@ -25,13 +26,13 @@ from dmcp.tracing.modules import modules_of, tensors_in
 from dmcp.training.losses import Loss, distillation_loss, loss_of
 from dmcp.training.optimizer import MakeOptimizer, make_optimizer, parameter_groups, rate_shares, set_lr, sgd
 
-Forward = Callable[[Any, Tensor], Any]  # a supernet on an input with gates
+Forward = Callable[[Any, Tensor], Any]  # runs the supernet on an input with gates
 Subnet = Tensor | Callable[[Any, Tensor | None], Any]  # its gates, or what runs it on an input and the stem's output
-Head = Callable[[Any], Tensor]  # the stem, which runs once for all sub-networks of a batch
+Head = Callable[[Any], Tensor]  # runs the stem, once for all sub-networks of a batch
 
 
-@dataclass(frozen=True)
-class Setup:
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
     """What all steps of a search share."""
 
     net: Supernet
@@ -43,17 +44,8 @@ class Setup:
     world: World = SINGLE_PROCESS
 
 
-class ArchRecord(NamedTuple):
-    """What one step of the alphas saw; still on the device, so that no step waits for the host."""
-
-    task_loss: Tensor | None  # () or None where the task loss does not move the alphas
-    budget_loss: Tensor  # ()
-    ratios: Tensor  # expected cost over target, per limit. (L,)
-    widths: Tensor  # expected ones. (S,)
-
-
 def weight_step(
-    setup: Setup,
+    context: StepContext,
     batches: Sequence[Any],
     optimizer: torch.optim.Optimizer,
     subnets: Sequence[Subnet],
@@ -63,122 +55,157 @@ def weight_step(
 
     Several batches count as one large batch. The alphas are not touched.
     """
-    weights = [it for group in optimizer.param_groups for it in group["params"] if it.requires_grad]
-    losses, gradients = weight_gradients(setup, batches, weights, subnets, head)
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+    losses, gradients = weight_gradients(context, batches, weights, subnets, head)
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
-    mean_gradients(weights, sum(map(size_of, batches)), setup.world)
+    mean_gradients(weights, sum(map(size_of, batches)), context.world)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return losses
 
 
 def weight_gradients(
-    setup: Setup, batches: Sequence[Any], weights: Sequence[Tensor], subnets: Sequence[Subnet], head: Head | None = None
+    context: StepContext,
+    batches: Sequence[Any],
+    weights: Sequence[Tensor],
+    subnets: Sequence[Subnet],
+    head: Head | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses of sub-networks (n,), and the gradients of their sum.
 
     The first sub-network learns the task; with `distill` the others learn from its output.
     """
+    net = context.net
+    device = net.alpha.device
     gradients: list[Tensor | None] = [None] * len(weights)
     samples = sum(map(size_of, batches))
     losses: list[Tensor] = []
     for batch in batches:
         x = input_of(batch)
-        with autocast(setup.net.alpha.device, setup.precision):
-            shared = head(x) if head else None
-        h = None if shared is None else shared.detach().requires_grad_(shared.requires_grad)
-        back: Tensor | None = None  # the gradient into the stem, of all sub-networks at once
-        target: list[Tensor] = []
+        share = size_of(batch) / samples
+
+        # The stem runs forward once and backward once: the sub-networks read a detached copy of its output, h.
+        stem_output: Tensor | None = None
+        h: Tensor | None = None
+        h_gradient: Tensor | None = None  # of all sub-networks together
+        if head is not None:
+            with autocast(device, context.precision):
+                stem_output = head(x)
+            h = stem_output.detach().requires_grad_(stem_output.requires_grad)
+
+        targets: list[Tensor] = []  # outputs of the first sub-network
         for subnet in subnets:
-            given = subnet.part(h) if isinstance(subnet, Narrow) and h is not None else h
-            with autocast(setup.net.alpha.device, setup.precision):
-                output = subnet(x, given) if callable(subnet) else setup.net(x, subnet)
-                learns = setup.config.distill and target
-                value = distillation_loss(output, target) if learns else loss_of(setup.loss, output, batch)
-            inputs = [*weights, given] if given is not None and given.requires_grad else [*weights]
-            found = torch.autograd.grad(value * (size_of(batch) / samples), inputs, allow_unused=True)
-            gradients = _sums(gradients, found[: len(weights)])
-            back = _add_back(back, found[len(weights) :], h)
-            del found  # these are large
-            losses.append(value.detach())
-            target = target or [tensor.detach() for tensor in tensors_in(output)]
-        if shared is not None and back is not None:
-            gradients = _sums(gradients, torch.autograd.grad(shared, weights, back, allow_unused=True))
+            h_part = subnet.part(h) if isinstance(subnet, Narrow) and h is not None else h
+            with autocast(device, context.precision):
+                output = subnet(x, h_part) if callable(subnet) else net(x, subnet)
+                if context.config.distill and targets:
+                    loss = distillation_loss(output, targets)
+                else:
+                    loss = loss_of(context.loss, output, batch)
+            inputs = list(weights)
+            if h_part is not None and h_part.requires_grad:
+                inputs.append(h_part)
+            new = torch.autograd.grad(loss * share, inputs, allow_unused=True)
+            gradients = _sums(gradients, new[: len(weights)])
+            if h is not None and len(new) > len(weights):
+                h_gradient = _add_to_h_gradient(h_gradient, new[-1], h)
+            del new  # these are large
+            losses.append(loss.detach())
+            if not targets:
+                targets = [tensor.detach() for tensor in tensors_in(output)]
+
+        if stem_output is not None and h_gradient is not None:
+            new = torch.autograd.grad(stem_output, weights, h_gradient, allow_unused=True)
+            gradients = _sums(gradients, new)
     return torch.stack(losses).reshape(len(batches), len(subnets)).mean(dim=0), gradients
 
 
 def arch_step(
-    setup: Setup, batches: Sequence[Any], optimizer: torch.optim.Optimizer, forward: Forward | None = None
+    context: StepContext, batches: Sequence[Any], optimizer: torch.optim.Optimizer, forward: Forward | None = None
 ) -> ArchRecord:
     """Stage 2 (eq. 15): move the alphas by the task loss of the soft network and by the budget loss.
 
     With `task_loss=False` the network is not run. Weights and buffers come out bit-identical.
     """
     optimizer.zero_grad(set_to_none=True)
-    seen = arch_gradient(setup, batches, forward)
+    record = arch_gradient(context, batches, forward)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return seen
+    return record
 
 
-def arch_gradient(setup: Setup, batches: Sequence[Any], forward: Forward | None = None) -> ArchRecord:
+def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward | None = None) -> ArchRecord:
     """The losses of stage 2; their gradient is added to that of the alphas."""
-    net, chains, config = setup.net, setup.chains, setup.config
-    task: list[Tensor] = []
+    net, chains, config = context.net, context.chains, context.config
+    forward = forward or net
     samples = sum(map(size_of, batches))
-    with _only_alphas(net):
-        for batch in batches if config.task_loss else ():
-            gates = chains.gates(chains.marginals(net.alpha))
-            with autocast(net.alpha.device, setup.precision):
-                value = loss_of(setup.loss, (forward or net)(input_of(batch), gates), batch)
-            torch.autograd.backward(value * (size_of(batch) / samples))
-            task.append(value.detach())
-        mean_gradients([net.alpha], samples, setup.world)
-        kept = chains.marginals(net.alpha)
-        seen = ratios(setup.budget, net.graph, kept, chains.sizes, chains.process)
-        excess = budget_loss(seen, config.tolerance)
+    task_losses: list[Tensor] = []
+    with only_alphas(net):
+        if config.task_loss:
+            for batch in batches:
+                gates = chains.gates(chains.marginals(net.alpha))
+                with autocast(net.alpha.device, context.precision):
+                    loss = loss_of(context.loss, forward(input_of(batch), gates), batch)
+                torch.autograd.backward(loss * (size_of(batch) / samples))
+                task_losses.append(loss.detach())
+        mean_gradients([net.alpha], samples, context.world)
+
+        # The budget loss needs no data: it is the same on all ranks.
+        marginals = chains.marginals(net.alpha)
+        shares = ratios(context.budget, net.graph, marginals, chains.sizes, chains.process)
+        excess = budget_loss(shares, config.tolerance)
         torch.autograd.backward(config.budget_weight * excess)
-    widths = chains.process.moment(kept.detach(), chains.sizes, 1)
-    return ArchRecord(torch.stack(task).mean() if task else None, excess.detach(), seen.detach(), widths)
+    return ArchRecord(
+        task_loss=torch.stack(task_losses).mean() if task_losses else None,
+        budget_loss=excess.detach(),
+        ratios=shares.detach(),
+        widths=chains.process.moment(marginals.detach(), chains.sizes, 1),
+    )
 
 
 def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
     """A scalar with this value whose backward pass gives the parameters these gradients."""
-    dots = [(it * found).sum() for it, found in zip(parameters, gradients, strict=True) if found is not None]
+    dots = []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            dots.append((parameter * gradient).sum())
     total = torch.stack(dots).sum()
     return total + (value - total).detach()
 
 
-def _sums(before: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _sums(before: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Add gradients to earlier ones in one call; backward() would launch a kernel for each weight."""
-    total: list[Tensor | None] = [old if new is None else new for old, new in zip(before, found, strict=True)]
-    pairs = enumerate(zip(before, found, strict=True))
-    both = [(place, old, new) for place, (old, new) in pairs if old is not None and new is not None]
-    for dtype in {new.dtype for _, _, new in both}:
-        places, olds, news = zip(*(it for it in both if it[2].dtype == dtype), strict=True)
-        for place, added in zip(places, torch._foreach_add(olds, news), strict=True):
-            total[place] = added
-    return total
+    sums: list[Tensor | None] = []
+    pairs: dict[torch.dtype, list[tuple[int, Tensor, Tensor]]] = {}  # of gradients that are in both lists
+    for index, (old, gradient) in enumerate(zip(before, new, strict=True)):
+        sums.append(old if gradient is None else gradient)
+        if old is not None and gradient is not None:
+            pairs.setdefault(gradient.dtype, []).append((index, old, gradient))
+    for same_dtype in pairs.values():
+        indices, olds, gradients = zip(*same_dtype, strict=True)
+        for index, total in zip(indices, torch._foreach_add(olds, gradients), strict=True):
+            sums[index] = total
+    return sums
 
 
-def _add_back(before: Tensor | None, found: Sequence[Tensor | None], h: Tensor | None) -> Tensor | None:
+def _add_to_h_gradient(before: Tensor | None, gradient: Tensor | None, h: Tensor) -> Tensor | None:
     """Add one sub-network's gradient of the stem's output, if any; it may cover only the first channels."""
-    gradient = found[0] if found else None
-    if gradient is None or h is None:
+    if gradient is None:
         return before
     if gradient.shape == h.shape:
         return gradient if before is None else before + gradient
     total = torch.zeros_like(h) if before is None else before
-    if not any(total.is_contiguous(memory_format=it) for it in (torch.contiguous_format, torch.channels_last)):
+    formats = (torch.contiguous_format, torch.channels_last)
+    if not any(total.is_contiguous(memory_format=memory_format) for memory_format in formats):
         total = total.contiguous()  # the gradient of a sum is an expanded view
     total[:, : gradient.shape[1]] += gradient
     return total
 
 
 @contextlib.contextmanager
-def _only_alphas(net: Supernet) -> Iterator[None]:
-    """Weights need no gradient meanwhile, and buffers (running statistics) are put back."""
+def only_alphas(net: Supernet) -> Iterator[None]:
+    """While entered, weights need no gradient; at the end, buffers (running statistics) are put back."""
     trained = [weight for weight in net.weights() if weight.requires_grad]
     owners = [(part, name) for part in modules_of(net.model) for name, _ in part.named_buffers(recurse=False)]
     buffers = [part.get_buffer(name) for part, name in owners]
@@ -205,71 +232,116 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class Steps:
-    """Both stages as they are run.
+    """Both stages as a search runs them, with their optimizers; an engine may compile parts and replay CUDA graphs.
 
     The stem (first layers that no gate reaches) runs once for all sub-networks, and the smallest sub-network runs as a
     narrow copy. Both need an exact graph.
     """
 
-    def __init__(self, setup: Setup, engine: ResolvedEngine, optimizer: MakeOptimizer | None = None) -> None:
-        self.setup, net, config, device = setup, setup.net, setup.config, engine.device
-        usual = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=device)
-        self.weights = make_optimizer(optimizer or usual, parameter_groups(net.model, config.weight_decay))
-        self.shares = rate_shares(self.weights)
-        self.alphas = sgd(net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, device)
-        full = engine.compiled(lambda x, folded: run_folded(net.model, x, folded))
-        fold, fold_soft = (engine.compiled(net.fold) for _ in range(2))
-        stem = find_stem(net) if net.graph.exact else None
-        head, tail = (engine.compiled(stem.head), engine.compiled(stem.tail)) if stem else (None, None)
-        gated = net.hard(setup.chains.sizes[:, 0])
-        self.narrow: Narrow | None = None
+    def __init__(self, context: StepContext, engine: ResolvedEngine, optimizer: MakeOptimizer | None = None) -> None:
+        net, config, chains = context.net, context.config, context.chains
+        self.context = context
+        default = partial(
+            sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=engine.device
+        )
+        self.weight_optimizer = make_optimizer(optimizer or default, parameter_groups(net.model, config.weight_decay))
+        self.rate_shares = rate_shares(self.weight_optimizer)
+        self.alpha_optimizer = sgd(
+            net.alphas(), config.alpha_lr, config.alpha_momentum, config.alpha_momentum > 0, engine.device
+        )
+
+        # What runs the network. Hard and soft gates are of other dtypes, and compiled apart.
+        self._run_whole = engine.compiled(partial(run_folded, net.model))
+        self._fold_hard = engine.compiled(net.fold)
+        self._fold_soft = engine.compiled(net.fold)
+        self.stem = find_stem(net) if net.graph.exact else None
+        if self.stem is not None:
+            self._run_head = engine.compiled(self.stem.head)
+            self._run_tail = engine.compiled(self.stem.tail)
+
+        # The sub-networks of every step. (The others are sampled.)
+        self._largest_gates = net.hard(chains.sizes.sum(dim=1))
+        self._largest_is_unpruned = bool(self._largest_gates.all())
+        self._smallest_gates = net.hard(chains.sizes[:, 0])
+        self.narrow: Narrow | None = None  # the smallest one
         if net.graph.exact and not any(recording.caches for recording in net.graph.recordings):
-            align = 8 if device.type == "cuda" else 1  # what tensor cores want
-            border = (stem.paths, stem.value) if stem else ()
-            self.narrow = Narrow(net, extremes(net.graph, setup.chains.sizes)[0], align, *border)
+            smallest, _ = extreme_widths(net.graph, chains.sizes)
+            align = 8 if engine.device.type == "cuda" else 1  # what tensor cores need
+            if self.stem is None:
+                self.narrow = Narrow(net, smallest, align)
+            else:
+                self.narrow = Narrow(net, smallest, align, self.stem.paths, self.stem.value)
             self.narrow.run = engine.compiled(self.narrow.run)
-        self.largest = net.hard(setup.chains.sizes.sum(dim=1))
-        whole: Callable[[], Any] = net.unfolded if self.largest.all() else partial(fold, self.largest)
 
-        def run(weights: Callable[[], Any], x: Any, h: Tensor | None) -> Any:
-            return full(x, weights()) if h is None or tail is None else tail(x, h, weights())
-
-        def sandwich(batches: list[Any], gates: Tensor) -> tuple[list[Subnet], Head | None]:
-            as_traced = stem is not None and all(stem.fits(input_of(batch)) for batch in batches)
-            some: list[Subnet] = [partial(run, whole), *(partial(run, partial(fold, it)) for it in (gated, *gates))]
-            if self.narrow and (as_traced or stem is None):
-                some[1] = self.narrow
-            return some, head if as_traced else None
-
-        def stage1(batches: list[Any], gates: Tensor) -> Tensor:
-            return weight_step(setup, batches, self.weights, *sandwich(batches, gates))
-
-        stage2 = partial(arch_step, setup, optimizer=self.alphas, forward=lambda x, it: full(x, fold_soft(it)))
-
-        self.sandwich = sandwich
-        self.stage1, self.stage2 = engine.repeated(stage1), engine.repeated(stage2)
+        self.run_stage1 = engine.repeated(self._stage1)
+        self.run_stage2 = engine.repeated(self._stage2)
 
     def train_weights(self, batches: list[Any], sampling: Sampling, generator: torch.Generator, lr: float) -> Tensor:
-        """Stage 1 with newly sampled sub-networks."""
-        set_lr(self.weights, lr, self.shares)
-        return self.stage1(batches, self._sample(sampling, generator))  # type: ignore[no-any-return]
+        """Stage 1 with newly sampled sub-networks; returns the losses of all sub-networks. (n,)"""
+        set_lr(self.weight_optimizer, lr, self.rate_shares)
+        gates = self._sample(sampling, generator)
+        return self.run_stage1(batches, gates)  # type: ignore[no-any-return]
+
+    def move_alphas(self, batches: list[Any], lr: float, growth: float = 1.0) -> ArchRecord:
+        """Stage 2; then all alphas grow by a factor, which sharpens the chains and leaves their borders in place."""
+        set_lr(self.alpha_optimizer, lr)
+        record: ArchRecord = self.run_stage2(batches)
+        if growth > 1:
+            with torch.no_grad():
+                self.context.net.alpha.mul_(growth)
+        return record
 
     def weight_gradients(
         self, batch: Any, sampling: Sampling, generator: torch.Generator, weights: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The losses and gradients of stage 1, without an optimizer."""
-        subnets, head = self.sandwich([batch], self._sample(sampling, generator))
-        return weight_gradients(self.setup, [batch], weights, subnets, head)
+        gates = self._sample(sampling, generator)
+        head = self._head_for([batch])
+        return weight_gradients(self.context, [batch], weights, self._subnets(gates, head), head)
+
+    def _stage1(self, batches: list[Any], gates: Tensor) -> Tensor:
+        head = self._head_for(batches)
+        return weight_step(self.context, batches, self.weight_optimizer, self._subnets(gates, head), head)
+
+    def _stage2(self, batches: list[Any]) -> ArchRecord:
+        return arch_step(self.context, batches, self.alpha_optimizer, self._run_soft)
 
     def _sample(self, sampling: Sampling, generator: torch.Generator) -> Tensor:
-        gates = sample_gates(self.setup.net, self.setup.chains, sampling, self.setup.config.subnets, generator)
-        return torch.stack(gates) if gates else self.largest[None][:0]
+        """Gates of the random sub-networks of one step. (n, channels)"""
+        count = self.context.config.subnets
+        if count == 0:
+            return self._largest_gates.new_empty(0, len(self._largest_gates))
+        return torch.stack(sample_gates(self.context.net, self.context.chains, sampling, count, generator))
 
-    def move_alphas(self, batches: list[Any], lr: float, growth: float = 1.0) -> ArchRecord:
-        """Stage 2; then all alphas grow by a factor, which sharpens the chains and leaves their borders in place."""
-        set_lr(self.alphas, lr)
-        moved: ArchRecord = self.stage2(batches)
-        if growth > 1:
-            with torch.no_grad():
-                self.setup.net.alpha.mul_(growth)
-        return moved
+    def _head_for(self, batches: list[Any]) -> Head | None:
+        """What runs the stem, if all batches have the shape that it was found for."""
+        if self.stem is None or not all(self.stem.fits(input_of(batch)) for batch in batches):
+            return None
+        return self._run_head
+
+    def _subnets(self, gates: Tensor, head: Head | None) -> list[Subnet]:
+        """The sandwich rule: the largest sub-network, the smallest, and those with these gates. (n, channels)"""
+        largest: Subnet
+        if self._largest_is_unpruned:
+            largest = partial(self._run_folded, self.context.net.unfolded)
+        else:
+            largest = self._gated(self._largest_gates)
+        # The narrow network begins behind the stem, if there is one.
+        smallest: Subnet
+        if self.narrow is not None and (self.stem is None or head is not None):
+            smallest = self.narrow
+        else:
+            smallest = self._gated(self._smallest_gates)
+        return [largest, smallest, *(self._gated(row) for row in gates)]
+
+    def _gated(self, gates: Tensor) -> Subnet:
+        return partial(self._run_folded, partial(self._fold_hard, gates))
+
+    def _run_folded(self, fold: Callable[[], dict[str, Tensor]], x: Any, h: Tensor | None) -> Any:
+        """Run the network with the folded weights, which are made now, or what is behind the stem on its output."""
+        if h is None or self.stem is None:
+            return self._run_whole(x, fold())
+        return self._run_tail(x, h, fold())
+
+    def _run_soft(self, x: Any, gates: Tensor) -> Any:
+        return self._run_whole(x, self._fold_soft(gates))

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, rand
 from dmcp.runtime.batches import widest
+from dmcp.searching.bounds import width_bounds
 from dmcp.searching.importance import magnitude
-from dmcp.searching.records import bounds
 from dmcp.searching.supernet import Supernet, given_name, skip
 from dmcp.settings import Bound, Sampling
 from dmcp.tracing.folds import run_folded
@@ -41,7 +41,7 @@ class Chains:
         return F.pad(groups, (0, 1)).flatten(-2)[..., self.place]
 
 
-def chains(
+def make_chains(
     net: Supernet,
     process: Process = CHAIN,
     min_channels: Bound | None = None,
@@ -49,7 +49,7 @@ def chains(
     align: int | None = None,
 ) -> Chains:
     """The chains of a supernet with bounded widths, in multiples of `align`."""
-    ends = bounds(net.graph, min_channels or {}, max_channels or {}, align)
+    ends = width_bounds(net.graph, min_channels or {}, max_channels or {}, align)
     lower, upper = torch.tensor(ends, device=net.sizes.device).unbind(1)
     sizes = bounded(net.sizes, lower, upper)
     behind = sizes.cumsum(dim=1)[net.space_of] <= net.position[:, None]  # (channels, G)
