@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dmcp.report import figures
 from dmcp.results import (
@@ -32,27 +32,30 @@ if TYPE_CHECKING:  # imported where they are needed: most commands make no page
     from jinja2 import Template
     from matplotlib.figure import Figure
 
+_SPEED = "Speed"  # title of a tile
+_HALF = (0.475, 0.505)  # shares that are called half
+
 
 def make_page(runs: Sequence[PastRun]) -> str:
     """The whole page."""
-    several, points = len(runs) > 1, list[tuple[str, str, int, float, float]]()
-    for number, run in enumerate(runs, start=1):
-        for row in (it for it in run.rows if it.score == ACCURACY):  # no share, as the axis has them
-            text = str(number) if row.name == DMCP and several else ""
-            points.append((row.name, text, row.macs, row.accuracy, error_of(row) or 0.0))
-    points.sort(key=lambda point: point[0] != DMCP)
+    points = _points(runs)
+    overview = ""
+    if points:
+        overview = figures.to_svg(figures.accuracy_over_cost(points), "overview")
+    score_names = sorted({score_name([run.result]) for run in runs if run.result}) or [ACCURACY]
+    data_sets = {run.setting("data") for run in runs}
     return _template().render(
-        title=f"{len(runs)} runs" if several else runs[0].name,
-        score_name=" or ".join(sorted({score_name([run.result]) for run in runs if run.result}) or [ACCURACY]),
-        overview=figures.to_svg(figures.accuracy_over_cost(points), "overview") if points else "",
-        several_sets=len({run.setting("data") for run in runs}) > 1,
+        title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
+        score_name=" or ".join(score_names),
+        overview=overview,
+        several_sets=len(data_sets) > 1,
         runs=[_describe(number, run) for number, run in enumerate(runs, start=1)],
     )
 
 
 @functools.cache
 def _template() -> Template:
-    """Every text that it is given is escaped, and has no control characters."""
+    """The template of the page. Every text that it is given is escaped, and loses its control characters."""
     import jinja2
 
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -60,98 +63,218 @@ def _template() -> Template:
     return env.from_string(Path(__file__).with_name("page.html").read_text())
 
 
-def _charts(run: PastRun) -> Iterator[Figure]:
-    """Every chart of a run that there is data for."""
-    full = run.before
-    rows = [(plain(it), full[it], kept, run.expected.get(it)) for it, kept in run.widths.items() if it in full]
-    if rows:
-        yield figures.widths_per_space(rows, "Width of each space")
-    if count := min((len(record.ratios) for record in run.search if record.ratios), default=0):
-        low = value_at(run.settings, "search", "tolerance")
-        tolerance = low if isinstance(low, float) and 0 < low < 1 else None
-        kinds = [figures.KINDS.get(kind, plain(kind)) for kind in run.targets]
-        names = kinds if len(kinds) == count else [f"limit {number + 1}" for number in range(count)]
-        yield figures.cost_over_time(run.search, names, tolerance)
-    largest = {record.step: record.weight_losses[0] for record in run.search if record.weight_losses}
-    others = {it.step: fmean(it.weight_losses[1:]) for it in run.search if it.weight_losses and it.weight_losses[1:]}
-    soft = {record.step: record.task_loss for record in run.search if record.task_loss is not None}
-    curves = {"largest sub-network": largest, "mean of the others": others, "soft network": soft}
-    if curves := {name: curve for name, curve in curves.items() if curve}:
-        yield figures.losses(curves, "Losses of the search")
-    if run.training:
-        curves = {name: {record.step: record.loss for record in records} for name, records in run.training.items()}
-        yield figures.losses(curves, "Loss of the training")
+def _points(runs: Sequence[PastRun]) -> list[tuple[str, str, int, float, float]]:
+    """All networks with an accuracy, for the chart of accuracy over cost; of several runs, results have numbers."""
+    points = []
+    for number, run in enumerate(runs, start=1):
+        for row in run.rows:
+            if row.score == ACCURACY:  # the axis has shares
+                text = str(number) if row.name == DMCP and len(runs) > 1 else ""
+                points.append((row.name, text, row.macs, row.accuracy, error_of(row) or 0.0))
+    return sorted(points, key=lambda point: point[0] != DMCP)
 
 
-def _describe(number: int, run: PastRun) -> dict[str, Any]:
-    """What the page says about one run."""
-    row, share, full, words = run.result, run.share("macs"), run.before, run.settings.get("argv")
-    wide = 5 if run.rows and all(it.batch for it in run.rows) else 4  # columns
-    return run.describe() | {
-        "number": number,
-        "summary": summary(run),
-        "done": run.done,
-        "score": _score(row) if row else "",
-        "macs": f"{row.macs:,}" if row else "",
-        "share": percent(share) if share else "",
-        "problems": run.problems,
-        "tiles": list(_tiles(run)),
-        "notes": [*unknown_scores(run.rows), *([run.latency.text, run.latency.warning] if run.latency else [])],
-        "head": ["network", "MACs", "parameters", score_name(run.rows), f"ms per {row.batch if row else 0}"][:wide],
-        "networks": [(it.name, f"{it.macs:,}", f"{it.params:,}", _score(it), f"{it.ms:.2f}")[:wide] for it in run.rows],
-        "charts": [figures.to_svg(chart, f"{number}-{place}") for place, chart in enumerate(_charts(run))],
-        "widths": [(it, full.get(it, ""), run.expected.get(it, ""), kept) for it, kept in run.widths.items()],
-        "settings": list(_settings(run)),
-        "typed": shlex.join(["dmcp", *map(str, words[1:])]) if isinstance(words, list) else "",
-        "path": shlex.quote(plain(str(run.folder))),
-    }
-
-
-def _score(row: Row) -> str:
-    """95.81 ± 1.03 %"""
-    error = error_of(row)
-    return score(row, " %") if error is None else f"{score(row, '')} ± {100 * error:.2f} %"
+# one run
 
 
 def summary(run: PastRun) -> str:
     """Half the MACs, 1.86 × as fast, −0.26 ± 0.94 points against unpruned; empty if nothing was tested."""
-    tiles, share = [*_tiles(run)] if run.result else [], run.share("macs") or 0.0
-    parts = ["Half the MACs" if 0.475 <= share < 0.505 else f"{percent(share)} of the MACs"] if share else []
-    parts += [f"{value} as fast" for title, value, _ in tiles if title == "Speed"]
-    return ", ".join(parts + [note.partition(", ")[0] or f"{title} {value}" for title, value, note in tiles[:1]])
-
-
-def _tiles(run: PastRun) -> Iterator[tuple[str, str, str]]:
-    """The figures that matter most: title, value, note."""
-    if row := run.result:
-        gaps = ", ".join(difference(row, other) for other in run.rows if other is not row)
-        yield f"{score_name([row])}, {row.name}", _score(row), gaps.replace("-", "\N{MINUS SIGN}")
-        times = {it.name: it.ms for it in run.rows if it.batch and it is not row}
-        in_torch = times.get(UNPRUNED) or times.get(ORIGINAL), row.ms, f"for {row.batch} samples in torch"
-        before, ms, what = in_torch
-        if run.exported:
-            before, ms = run.exported.unpruned_ms, run.exported.pruned_ms
-            what = f"a sample in {run.exported.runtime}"
-        if before and ms:
-            yield "Speed", f"{before / ms:.2f} ×", f"{ms:.3g} ms {what}, before {before:.3g} ms"
-        weights = run.folder / WEIGHTS
-        size = f", {show_bytes(weights.stat().st_size)} on disk" if weights.is_file() else ""
-        for kind, title, more in (("macs", "MACs kept", ""), ("params", "Parameters kept", size)):
-            full, count = run.unpruned(kind), f"{getattr(row, kind):,}"
-            note = f"{count} of {full:,}{more}" if full else f"the unpruned network was not counted{more}"
-            yield title, percent(getattr(row, kind) / full) if full else count, note
-    if budget := run.setting("search", "budget"):
-        limits = [(figures.KINDS.get(it, it), figures.amount(it, most)) for it, most in run.targets.items()]
-        yield "Budget", budget.replace(",", ", "), ", ".join(f"{name}: at most {most}" for name, most in limits)
-
-
-def _settings(run: PastRun) -> Iterator[tuple[str, str]]:
-    for key, value in run.settings.items():
-        if key not in ("argv", "unpruned"):
-            for name, item in value.items() if isinstance(value, dict) else [("", value)]:
-                yield f"{key}.{name}".rstrip("."), item if isinstance(item, str) else json.dumps(item)
+    if run.result is None:
+        return ""
+    parts = []
+    share = run.share("macs")
+    if share:
+        is_half = _HALF[0] <= share < _HALF[1]
+        parts.append("Half the MACs" if is_half else f"{percent(share)} of the MACs")
+    tiles = _tiles(run)
+    for tile in tiles:
+        if tile.title == _SPEED:
+            parts.append(f"{tile.value} as fast")
+    first = tiles[0]
+    first_gap = first.note.partition(", ")[0]
+    parts.append(first_gap or f"{first.title} {first.value}")
+    return ", ".join(parts)
 
 
 def percent(share: float) -> str:
     """49.9 %"""
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def _describe(number: int, run: PastRun) -> dict[str, Any]:
+    """What the page says about one run, by the names that the template uses."""
+    facts: dict[str, Any] = run.describe()
+    facts["number"] = number
+    facts["path"] = shlex.quote(plain(str(run.folder)))
+    facts["done"] = run.done
+    facts["problems"] = run.problems
+
+    row, share = run.result, run.share("macs")
+    facts["summary"] = summary(run)
+    facts["score"] = _score(row) if row else ""
+    facts["macs"] = f"{row.macs:,}" if row else ""
+    facts["share"] = percent(share) if share else ""
+    facts["tiles"] = _tiles(run)
+
+    facts["notes"] = unknown_scores(run.rows)
+    if run.latency:
+        facts["notes"] += [run.latency.text, run.latency.warning]
+    facts["head"], facts["networks"] = _networks(run)
+    facts["charts"] = [figures.to_svg(chart, f"{number}-{index}") for index, chart in enumerate(_charts(run))]
+    facts["widths"] = _widths(run)
+    facts["settings"] = _settings(run)
+
+    words = run.settings.get("argv")
+    facts["typed"] = shlex.join(["dmcp", *map(str, words[1:])]) if isinstance(words, list) else ""
+    return facts
+
+
+def _score(row: Row) -> str:
+    """95.81 ± 1.03 %"""
+    error = error_of(row)
+    if error is None:
+        return score(row, " %")
+    return f"{score(row, '')} ± {100 * error:.2f} %"
+
+
+# the tiles
+
+
+class Tile(NamedTuple):
+    """One of the figures that matter most."""
+
+    title: str
+    value: str
+    note: str
+
+
+def _tiles(run: PastRun) -> list[Tile]:
+    """Accuracy, speed, costs and budget of a run, as far as they are known."""
+    tiles = []
+    row = run.result
+    if row:
+        tiles.append(_accuracy_tile(run, row))
+        tiles += _speed_tile(run, row)
+        tiles.append(_cost_tile(run, row, "macs", "MACs kept"))
+        weights = run.folder / WEIGHTS
+        size = f", {show_bytes(weights.stat().st_size)} on disk" if weights.is_file() else ""
+        tiles.append(_cost_tile(run, row, "params", "Parameters kept", size))
+    budget = run.setting("search", "budget")
+    if budget:
+        limits = []
+        for kind, target in run.targets.items():
+            limits.append(f"{figures.KINDS.get(kind, kind)}: at most {figures.amount(kind, target)}")
+        tiles.append(Tile("Budget", budget.replace(",", ", "), ", ".join(limits)))
+    return tiles
+
+
+def _accuracy_tile(run: PastRun, row: Row) -> Tile:
+    gaps = ", ".join(difference(row, other) for other in run.rows if other is not row)
+    return Tile(f"{score_name([row])}, {row.name}", _score(row), gaps.replace("-", "\N{MINUS SIGN}"))
+
+
+def _speed_tile(run: PastRun, row: Row) -> list[Tile]:
+    """How many times as fast the network is: as an exported file if there is one, else in torch; empty if not timed."""
+    if run.exported:
+        before, after = run.exported.unpruned_ms, run.exported.pruned_ms
+        timed = f"a sample in {run.exported.runtime}"
+    else:
+        times = {other.name: other.ms for other in run.rows if other.batch and other is not row}
+        before, after = times.get(UNPRUNED) or times.get(ORIGINAL) or 0.0, row.ms
+        timed = f"for {row.batch} samples in torch"
+    if not before or not after:
+        return []
+    return [Tile(_SPEED, f"{before / after:.2f} ×", f"{after:.3g} ms {timed}, before {before:.3g} ms")]
+
+
+def _cost_tile(run: PastRun, row: Row, kind: str, title: str, more: str = "") -> Tile:
+    """The share of the cost that is kept, or the cost itself if that of the unpruned network is not known."""
+    cost = getattr(row, kind)
+    full = run.unpruned(kind)
+    if full is None:
+        return Tile(title, f"{cost:,}", f"the unpruned network was not counted{more}")
+    return Tile(title, percent(cost / full), f"{cost:,} of {full:,}{more}")
+
+
+# the tables
+
+
+def _networks(run: PastRun) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the tested networks. They have times if all were timed."""
+    head = ["network", "MACs", "parameters", score_name(run.rows)]
+    rows = [[row.name, f"{row.macs:,}", f"{row.params:,}", _score(row)] for row in run.rows]
+    if run.result and all(row.batch for row in run.rows):
+        head.append(f"ms per {run.result.batch}")
+        for cells, row in zip(rows, run.rows, strict=True):
+            cells.append(f"{row.ms:.2f}")
+    return head, rows
+
+
+def _widths(run: PastRun) -> list[tuple[Any, ...]]:
+    """Name, channels before, channels that the chain expects and channels kept of each space."""
+    before = run.before
+    return [(name, before.get(name, ""), run.expected.get(name, ""), kept) for name, kept in run.widths.items()]
+
+
+def _settings(run: PastRun) -> list[tuple[str, str]]:
+    """Settings by their names, like search.epochs; those that the page shows elsewhere are left out."""
+    settings: list[tuple[str, Any]] = []
+    for key, value in run.settings.items():
+        if key in ("argv", "unpruned"):
+            continue
+        if isinstance(value, dict):
+            settings += [(f"{key}.{name}", item) for name, item in value.items()]
+        else:
+            settings.append((key, value))
+    return [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings]
+
+
+# the charts
+
+
+def _charts(run: PastRun) -> list[Figure]:
+    """Every chart of a run that there is data for."""
+    charts = []
+    before = run.before
+    spaces = [
+        (plain(name), before[name], kept, run.expected.get(name)) for name, kept in run.widths.items() if name in before
+    ]
+    if spaces:
+        charts.append(figures.widths_per_space(spaces, "Width of each space"))
+
+    limits = min((len(step.ratios) for step in run.search if step.ratios), default=0)
+    if limits:
+        names = [figures.KINDS.get(kind, plain(kind)) for kind in run.targets]
+        if len(names) != limits:
+            names = [f"limit {number}" for number in range(1, limits + 1)]
+        charts.append(figures.cost_over_time(run.search, names, _tolerance(run)))
+
+    curves = _search_losses(run)
+    if curves:
+        charts.append(figures.losses(curves, "Losses of the search"))
+    if run.training:
+        curves = {name: {step.step: step.loss for step in steps} for name, steps in run.training.items()}
+        charts.append(figures.losses(curves, "Loss of the training"))
+    return charts
+
+
+def _tolerance(run: PastRun) -> float | None:
+    """The tolerance of the search, if its settings have one that can be."""
+    tolerance = value_at(run.settings, "search", "tolerance")
+    return tolerance if isinstance(tolerance, float) and 0 < tolerance < 1 else None
+
+
+def _search_losses(run: PastRun) -> dict[str, dict[int, float]]:
+    """The losses of the search by step: of weights and of alphas. Curves without a step are left out."""
+    largest: dict[int, float] = {}
+    others: dict[int, float] = {}
+    soft: dict[int, float] = {}
+    for step in run.search:
+        if step.weight_losses:
+            largest[step.step] = step.weight_losses[0]
+            if len(step.weight_losses) > 1:
+                others[step.step] = fmean(step.weight_losses[1:])
+        if step.task_loss is not None:
+            soft[step.step] = step.task_loss
+    curves = {"largest sub-network": largest, "mean of the others": others, "soft network": soft}
+    return {name: curve for name, curve in curves.items() if curve}
