@@ -24,21 +24,34 @@ if TYPE_CHECKING:  # functions import matplotlib: it takes half a second, and mo
     from matplotlib.figure import Figure
 
 KINDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "time"}
-INK = "#24292f"  # of text and axes; a page has its own
-# differ for colour-blind readers (Okabe and Ito), and can be seen on white and on black
-COLORS = BLUE, RED, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#B86B98", "#808080"
-_OWN = {"dmcp": BLUE, "uniform": RED, "unpruned": GREY}  # in every chart
-_ROWS = 40  # spaces below each other before the next column starts
-_NAME = 34  # characters of a space's name; the end of a longer one says more than its start
-_POINTS = 200  # of a curve; more steps than that are averaged
+INK = "#24292f"  # color of text and axes; a page has its own
+# These colors differ for colour-blind readers (Okabe and Ito), and can be seen on white and on black.
+BLUE = "#0072B2"
+RED = "#D55E00"
+GREEN = "#009E73"
+PURPLE = "#B86B98"
+GREY = "#808080"
+COLORS = (BLUE, RED, GREEN, PURPLE, GREY)
+_NETWORK_COLORS = {"dmcp": BLUE, "uniform": RED, "unpruned": GREY}  # the same in every chart
+_MARKERS = "osD^v"
+_MAX_ROWS = 40  # spaces below each other before the next column starts
+_MAX_NAME = 34  # characters of a space's name; the end of a longer one says more than its start
+_MAX_POINTS = 200  # of a curve; more steps than that are averaged
 _STYLE: dict[Any, Any] = {
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-    **{f"axes.spines.{side}": False for side in ("top", "right")},
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
     "axes.axisbelow": True,
     "grid.alpha": 0.3,
     "legend.frameon": False,
-    **dict.fromkeys(("axes.titlesize", "figure.titlesize"), 11),
-    **dict.fromkeys(("axes.titleweight", "figure.titleweight"), "bold"),
+    "axes.titlesize": 11,
+    "figure.titlesize": 11,
+    "axes.titleweight": "bold",
+    "figure.titleweight": "bold",
     "legend.fontsize": 9,
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a name may have a $
@@ -63,7 +76,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def to_svg(figure: Figure, salt: str, transparent: bool = True) -> str:
-    """The figure as an SVG element in the color of a page's text; by `salt` its ids differ from those of others."""
+    """The figure as an SVG element in the color of the page's text. `salt` makes its ids differ from other figures'."""
     import matplotlib
 
     file = io.StringIO()
@@ -71,9 +84,11 @@ def to_svg(figure: Figure, salt: str, transparent: bool = True) -> str:
         warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script
         figure.savefig(file, format="svg", transparent=transparent)
     text = file.getvalue().replace(INK, "currentColor")
-    for number, color in enumerate(COLORS if transparent else ()):  # a page has lighter ones for the dark
-        text = text.replace(color.lower(), f"var(--c{number}, {color})")
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    if transparent:  # then it is for a page, which has lighter colors for the dark mode
+        for number, color in enumerate(COLORS):
+            text = text.replace(color.lower(), f"var(--c{number}, {color})")
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)  # nothing refers to these
 
 
@@ -81,32 +96,37 @@ def to_svg(figure: Figure, salt: str, transparent: bool = True) -> str:
 
 
 def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write every figure of a search and its chosen widths as SVG; the files, in order."""
-    names = [f"{KINDS[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in result.budget.limits]
-    spaces = zip(result.graph.spaces, expected_widths(result).tolist(), strict=True)
-    rows = [(space.name, space.size, widths[space.name], wished) for space, wished in spaces]
-    before, after = (amount("macs", result.graph.macs(it)) for it in (result.graph.full, widths))
-    figures = {
-        "cost": cost_over_time(result.log, names, result.tolerance),
-        "widths": widths_per_space(rows, f"Width of each space: {before} MACs before, {after} after"),
-    }
-    return [save_figure(figure, Path(folder) / f"{name}.svg") for name, figure in figures.items()]
+    """Write every figure of a search and its chosen widths as SVG; returns the files, in order."""
+    graph = result.graph
+    limits = [f"{KINDS[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in result.budget.limits]
+    cost = cost_over_time(result.log, limits, result.tolerance)
+
+    spaces = []
+    for space, expected in zip(graph.spaces, expected_widths(result).tolist(), strict=True):
+        spaces.append((space.name, space.size, widths[space.name], expected))
+    before = amount("macs", graph.macs(graph.full))
+    after = amount("macs", graph.macs(widths))
+    bars = widths_per_space(spaces, f"Width of each space: {before} MACs before, {after} after")
+
+    return [save_figure(cost, Path(folder) / "cost.svg"), save_figure(bars, Path(folder) / "widths.svg")]
 
 
 @_style()
 def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None) -> Figure:
-    """Expected cost over target of each limit, and the band that the loss wants."""
-    moved = [(record.step, record.ratios) for record in log if record.ratios is not None]
+    """Expected cost over target of each limit, and the band in which the budget loss is zero."""
+    steps = [record.step for record in log if record.ratios is not None]
+    ratios = [record.ratios for record in log if record.ratios is not None]
     figure, (axes,) = _panels(5.6, 3.3)
     if tolerance:
         axes.axhspan(tolerance, 1, color=GREEN, alpha=0.25, lw=0, label=f"allowed, {tolerance:.0%} to 100%")
-    if moved and moved[0][0]:
-        axes.axvspan(0, moved[0][0], color=GREY, alpha=0.2, lw=0, label="warm-up: weights only")
+    if steps and steps[0] > 0:
+        axes.axvspan(0, steps[0], color=GREY, alpha=0.2, lw=0, label="warm-up: weights only")
     for number, name in enumerate(names):
-        _curve(axes, [step for step, _ in moved], [seen[number] for _, seen in moved], name, number)
+        _curve(axes, steps, [limits[number] for limits in ratios], name, number)
     axes.set(title="Expected cost over the search", xlabel="search step", ylabel="expected cost over the budget")
+    last_step = log[-1].step if log else 0
     low, high = axes.get_ylim()
-    axes.set(xlim=(0, max(log[-1].step, 1) if log else 1), ylim=(min(low, 0.9), max(high, 1.05)))
+    axes.set(xlim=(0, max(last_step, 1)), ylim=(min(low, 0.9), max(high, 1.05)))
     _in_percent(axes.yaxis)
     return _with_legend(figure)
 
@@ -123,34 +143,52 @@ def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
 
 
 def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], name: str, number: int) -> None:
-    parts = max(min(len(steps), _POINTS), 1)
-    means = [[part.mean() for part in np.array_split(np.array(it, float), parts)] for it in (steps, values)]
-    color = _OWN.get(name, COLORS[number % len(COLORS)])
-    axes.plot(*means, color=color, lw=1.5, marker="o" if parts == 1 else None, label=name)
+    """A line through the means of neighbouring steps, or a dot if there is one step only."""
+    points = min(len(steps), _MAX_POINTS)
+    marker = "o" if points == 1 else None
+    axes.plot(
+        _means(steps, points), _means(values, points), color=_color(name, number), lw=1.5, marker=marker, label=name
+    )
+
+
+def _means(values: Sequence[float], count: int) -> list[float]:
+    """So many means of neighbouring values."""
+    if count == 0:
+        return []
+    return [float(part.mean()) for part in np.array_split(np.array(values, float), count)]
+
+
+def _color(name: str, number: int) -> str:
+    """The color of a network; other curves take one after the other."""
+    return _NETWORK_COLORS.get(name, COLORS[number % len(COLORS)])
 
 
 @_style()
 def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: str) -> Figure:
     """Channels of each space: (name, before, kept, expected by the chain)."""
-    columns = -(-len(rows) // _ROWS)
-    count = -(-len(rows) // columns)
+    columns = -(-len(rows) // _MAX_ROWS)
+    count = -(-len(rows) // columns)  # rows of a column
     figure, panels = _panels(5.6 * columns, 1.5 + 0.24 * count, columns)
     for column, axes in enumerate(panels):
         axes.grid(visible=False)
         part = rows[column * count : (column + 1) * count]
-        places = range(len(part))
-        axes.barh(places, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
-        axes.barh(places, [kept / full for _, full, kept, _ in part], color=BLUE, height=0.75, label="kept")
+        heights = range(len(part))
+        axes.barh(heights, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
+        axes.barh(heights, [kept / full for _, full, kept, _ in part], color=BLUE, height=0.75, label="kept")
         marks = [math.nan if expected is None else expected / full for _, full, _, expected in part]
-        axes.plot(marks, places, "|", color=INK, ms=9, mew=1.5, label="expected, before rounding")
-        for place, (_, full, kept, _) in enumerate(part):
-            axes.text(1.02, place, f"{kept} of {full}", va="center", fontsize=8, clip_on=False)
-        names = [name if len(name) <= _NAME else f"…{name[1 - _NAME :]}" for name, *_ in part]
-        axes.set_yticks(places, names, fontsize=8)
+        axes.plot(marks, heights, "|", color=INK, ms=9, mew=1.5, label="expected, before rounding")
+        for height, (_, full, kept, _) in enumerate(part):
+            axes.text(1.02, height, f"{kept} of {full}", va="center", fontsize=8, clip_on=False)
+        axes.set_yticks(heights, [_shorten(name) for name, *_ in part], fontsize=8)
         axes.set(xlim=(0, 1), ylim=(count - 0.5, -0.5), xlabel="share of the channels that is kept")
         _in_percent(axes.xaxis)
     figure.suptitle(title)
     return _with_legend(figure)
+
+
+def _shorten(name: str) -> str:
+    """The end of a name that is too long."""
+    return name if len(name) <= _MAX_NAME else f"…{name[1 - _MAX_NAME :]}"
 
 
 # accuracies
@@ -161,9 +199,18 @@ def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> 
     """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy, standard error)."""
     figure, (axes,) = _panels(5.6, 3.6)
     for number, kind in enumerate(dict.fromkeys(point[0] for point in points)):
-        color, shape, size = _OWN.get(kind, COLORS[number % len(COLORS)]), "osD^v"[number % 5], 6 + 2 * number
-        _, texts, macs, accuracies, errors = zip(*(point for point in points if point[0] == kind), strict=True)
-        axes.errorbar(macs, accuracies, errors, fmt=shape, color=color, ms=size, zorder=9 - number, label=kind)
+        of_kind = [point for point in points if point[0] == kind]
+        _, texts, macs, accuracies, errors = zip(*of_kind, strict=True)
+        axes.errorbar(
+            macs,
+            accuracies,
+            errors,
+            fmt=_MARKERS[number % len(_MARKERS)],
+            color=_color(kind, number),
+            ms=6 + 2 * number,  # later kinds are larger and lie behind, so that none is hidden
+            zorder=9 - number,
+            label=kind,
+        )
         for text, x, y in zip(texts, macs, accuracies, strict=True):
             axes.annotate(text, (x, y), (6, 4), textcoords="offset points", fontsize=8)
     axes.set(title="Accuracy over MACs", xlabel="MACs of one sample", ylabel="test accuracy (bar: standard error)")
@@ -177,21 +224,23 @@ def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> 
 
 
 def _panels(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure, in inches, and its panels beside each other."""
+    """A figure with its size in inches, and its panels beside each other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    panels = [*figure.subplots(1, columns, squeeze=False).flat]
+    panels = list(figure.subplots(1, columns, squeeze=False).flat)
     for axes in panels:
         axes.grid(axis="y")
     return figure, panels
 
 
 def _with_legend(figure: Figure) -> Figure:
-    """The figure with one legend for all panels, where no line can be under it."""
-    pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
-    known = {label: mark for pair in pairs for mark, label in pair}
-    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=3)
+    """Add one legend for all panels, where no line can be under it."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -203,5 +252,7 @@ def amount(kind: str, number: float) -> str:
     """A cost as people read it: 20.4M, 8.12 ms, 65.5 kB."""
     if kind in (LATENCY, MEMORY):
         return show_cost(kind, number)
-    power = min(max(int(math.log10(abs(number))) // 3, 0), 3) if number else 0
-    return f"{number / 1000**power:.4g}{('', 'k', 'M', 'G')[power]}"
+    units = ("", "k", "M", "G")
+    power = int(math.log10(abs(number))) // 3 if number else 0
+    power = min(max(power, 0), len(units) - 1)
+    return f"{number / 1000**power:.4g}{units[power]}"
