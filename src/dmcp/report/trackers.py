@@ -26,15 +26,15 @@ WANDB_FILE = "wandb.json"  # the id of the run in W&B, with which it is resumed 
 class Service(NamedTuple):
     """A service that was started."""
 
-    log: Callable[[Mapping[str, float], int], None]  # numbers by name, and the step
-    close: Callable[[bool], None]  # sends what waits; whether the run failed
+    log: Callable[[Mapping[str, float], int], None]  # sends numbers by name, and the step
+    close: Callable[[bool], None]  # sends what waits; its argument says whether the run failed
 
 
 class Tracker(contextlib.AbstractContextManager["Tracker"]):
-    """Sends events of the run in a folder to services, which also keep the settings; made on rank 0.
+    """Sends the events of a run to services, which also keep its settings; only rank 0 has one.
 
     A service that fails is dropped with a warning, and the run goes on. Every stage counts its steps from 0, and steps
-    that a resumed run does again are sent again.
+    that a resumed run repeats are sent again.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
                 self.services[name] = _OPENERS[name](folder, settings)
             except Exception as error:
                 self.__exit__(type(error))
-                raise DmcpError(f"--track: {name} does not start: set it up, or leave it out ({error}).") from error
+                raise DmcpError(f"--track: {name} does not start ({error}). Set it up, or leave it out.") from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, service in list(self.services.items()):
@@ -56,7 +56,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
     def on_event(self, event: Event) -> None:
         """Send the numbers of a step, or of a row of the final table."""
         step = event.record.step if isinstance(event.record, SearchRecord | StepRecord) else 0
-        if values := scalars(event, self.limits):
+        values = scalars(event, self.limits)
+        if values:
             for name, service in list(self.services.items()):
                 self._try(name, service.log, values, step)
 
@@ -65,37 +66,56 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             send(*values)
         except Exception as error:  # each package has errors of its own
             del self.services[name]
-            print(f"{name} fails, the run goes on without it: {error}", file=sys.stderr, flush=True)
+            print(f"{name} failed, the run goes on without it: {error}", file=sys.stderr, flush=True)
 
 
 def read_kinds(texts: Sequence[str]) -> list[str]:
-    """Names of services, one by one or with commas; DmcpError for an unknown or missing one."""
-    names = {name.strip().lower(): None for text in texts for name in text.split(",") if name.strip()}
+    """Read names of services, one by one or with commas; DmcpError for one that is unknown or not installed."""
+    names: list[str] = []
+    for text in texts:
+        names += [name.strip().lower() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in _OPENERS:
-            raise DmcpError(f"--track: {name!r} is none of {', '.join(_OPENERS)}.")
+            raise DmcpError(f"--track: {name!r} is not one of {', '.join(_OPENERS)}.")
         if importlib.util.find_spec(name) is None:
             raise DmcpError(f"--track: {name} is not installed: pip install {name}")
-    return list(names)
+    return list(dict.fromkeys(names))
 
 
 def scalars(event: Event, limits: Sequence[str] = ()) -> dict[str, float]:
     """The numbers of an event by their names in the charts."""
-    record, stage, found = event.record, clean(event.stage), dict[str, float | None]()
+    record = event.record
+    values: dict[str, float | None] = {}
     if isinstance(record, Row):
-        found = {f"{clean(record.name)}/{name}": getattr(record, name) for name in ("accuracy", "macs", "params")}
+        network = clean(record.name)
+        values[f"{network}/accuracy"] = record.accuracy
+        values[f"{network}/macs"] = record.macs
+        values[f"{network}/params"] = record.params
     elif isinstance(record, StepRecord):
-        found = {"loss": record.loss, "lr": record.lr}
+        values["loss"] = record.loss
+        values["lr"] = record.lr
     elif isinstance(record, SearchRecord):
-        for number, loss in enumerate(record.weight_losses or ()):
-            found["loss_" + ("largest", "smallest", f"random_{number - 1}")[min(number, 2)]] = loss
-        found |= {name: getattr(record, name) for name in ("lr", "alpha_lr", "task_loss", "budget_loss")}
-        found |= {f"expected_cost_{kind}": ratio for kind, ratio in zip(limits, record.ratios or (), strict=False)}
-    return {f"{stage}/{name}": value for name, value in found.items() if value is not None}
+        values = _search_scalars(record, limits)
+    stage = clean(event.stage)
+    return {f"{stage}/{name}": value for name, value in values.items() if value is not None}
+
+
+def _search_scalars(record: SearchRecord, limits: Sequence[str]) -> dict[str, float | None]:
+    """The numbers of a search step; sub-networks are the largest, the smallest, and random ones from 1 on."""
+    losses = record.weight_losses or ()
+    names = ["largest", "smallest", *(f"random_{number}" for number in range(1, len(losses)))]
+    values: dict[str, float | None] = {f"loss_{name}": loss for name, loss in zip(names, losses, strict=False)}
+    values["lr"] = record.lr
+    values["alpha_lr"] = record.alpha_lr
+    values["task_loss"] = record.task_loss
+    values["budget_loss"] = record.budget_loss
+    for kind, ratio in zip(limits, record.ratios or (), strict=False):
+        values[f"expected_cost_{kind}"] = ratio
+    return values
 
 
 def clean(name: str) -> str:
-    """A name with only those characters that all services, and folders, take."""
+    """Replace the characters that services or folders do not allow in names."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
 
 
@@ -119,12 +139,12 @@ def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Service:
 
 def _wandb(folder: Path, settings: Mapping[str, Any]) -> Service:
     """A run of Weights & Biases; its local files are in FOLDER/wandb."""
-    project, known = os.environ.get("WANDB_PROJECT") or "dmcp", folder / WANDB_FILE
-    place = {"dir": str(folder), "name": folder.name, "resume": "allow"}
-    if known.exists():  # only the id: other settings there might send curves, and the key of the user, elsewhere
-        place["id"] = str(read_json(known)["id"])
-    run = importlib.import_module("wandb").init(project=project, config=dict(settings), **place)
-    Run(folder).write(known.name, {"id": str(run.id)})
+    project = os.environ.get("WANDB_PROJECT") or "dmcp"
+    options = {"dir": str(folder), "name": folder.name, "resume": "allow"}
+    if (folder / WANDB_FILE).exists():  # only the id is used: other settings might send curves and the key elsewhere
+        options["id"] = str(read_json(folder / WANDB_FILE)["id"])
+    run = importlib.import_module("wandb").init(project=project, config=dict(settings), **options)
+    Run(folder).write(WANDB_FILE, {"id": str(run.id)})
     run.define_metric("*", step_metric="step")  # W&B's own step must never fall
 
     def log(values: Mapping[str, float], step: int) -> None:
