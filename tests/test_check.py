@@ -14,12 +14,12 @@ from test_cli import Capture, run
 from test_datasets import write_photos, write_shards
 from typed import command
 
-from dmcp.cli.config import RunConfig
 from dmcp.cli.prune import loader_pace
 from dmcp.cli.session import open_job
 from dmcp.data.datasets import DataSets, check_data, load, preprocessing
 from dmcp.data.folders import FolderSet, no_images
 from dmcp.errors import DmcpError
+from dmcp.runs.config import RunConfig
 
 NETWORK = ("--model", "my_small_net:build", "--data", "photos", "--batch", "4", "--device", "cpu")
 SMALL = (*NETWORK, "--input", "3x32x32")

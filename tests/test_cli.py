@@ -22,12 +22,12 @@ from typed import command
 
 import dmcp
 from dmcp.cli import prune as commands
-from dmcp.cli.config import RunConfig
 from dmcp.cli.session import load_weights, open_job
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import FileError, WidthsError
 from dmcp.models import build
+from dmcp.runs.config import RunConfig
 from dmcp.runtime.batches import size_of
 
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"

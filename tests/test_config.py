@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dmcp.cli.config import RECIPES, Request, RunConfig, find_recipe, make_config, settle
+import dmcp
+from dmcp.cli.config import Request, make_config, settle
 from dmcp.cli.session import build, trace_job
 from dmcp.errors import DmcpError, TrainingError
+from dmcp.runs.config import RECIPES, RunConfig, find_recipe
 from dmcp.runs.files import SETTINGS
 from dmcp.runs.writing import Run
 from dmcp.searching.bounds import extreme_widths
@@ -96,7 +101,7 @@ def test_a_recipe_is_changed_by_options() -> None:
     assert it.search == replace(recipe.search, seed=1) and it.train == replace(recipe.train, epochs=2, seed=1)
     it = config(recipe="imagenet_resnet50_2200m", weights="x.pth")
     assert it.search and (it.search.warmup, it.search.sort, it.retrain) == (0, True, Retrain.SCRATCH)
-    with pytest.raises(DmcpError, match="did you mean imagenet_mobilenet_v2_211m"):
+    with pytest.raises(DmcpError, match="imagenet_mobilenet_v2_211m"):
         find_recipe("mobilenet_v2_211m")
 
 
@@ -129,6 +134,56 @@ def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
     for typed in ({"lr": 0.5}, {"budget": "40%"}, {"ignore": ["fc"]}, {"min_channels": ["7"]}, {"compile": True}):
         with pytest.raises(DmcpError, match="goes on with the settings it began with"):
             resumed(**typed)
+
+
+NEW_FIELD = """
+import dataclasses, sys
+from dmcp import settings
+field = settings.setting(3, "Epochs without progress.", 1)
+kind = dataclasses.make_dataclass(
+    "SearchConfig", [("patience", int, field)], bases=(settings.SearchConfig,), frozen=True, kw_only=True
+)
+kind.__module__ = "dmcp.settings"
+settings.SearchConfig = kind
+from dmcp.cli import main
+if len(sys.argv) > 1:
+    main.main()
+from dmcp.cli.config import Request, make_config, read_config
+from dmcp.runs.config import RECIPES
+from dmcp.runs.files import SETTINGS
+from dmcp.runs.writing import Run
+from pathlib import Path
+typed = {"model": "digits:resnet", "data": "digits", "patience": 7}
+config = make_config(Request(command="prune", typed=typed))
+Run(Path("run")).write(SETTINGS, config.to_json())
+stored, again = read_config(Path("run"))
+assert stored["search"]["patience"] == again.search.patience == 7 and again == config
+assert make_config(Request(command="prune", typed={"patience": 7}, resume="run")) == config
+assert RECIPES["paper"].search.patience == 3
+try:
+    make_config(Request(command="prune", typed={"patience": 8}, resume="run"))
+except settings.DmcpError:
+    print("refused")
+"""
+
+
+def test_a_new_setting_is_one_field(tmp_path: Path) -> None:
+    """A field that is added to SearchConfig is an option with help and range, in settings.json, recipes and resume."""
+
+    def start(*words: str) -> tuple[int, str, str]:
+        environment = os.environ | {"PYTHONPATH": str(Path(dmcp.__file__).parents[1]), "COLUMNS": "120"}
+        end = subprocess.run(
+            [sys.executable, "-c", NEW_FIELD, *words], capture_output=True, text=True, env=environment, cwd=tmp_path
+        )
+        return end.returncode, end.stdout, end.stderr
+
+    for command, has_it in (("prune", True), ("search", True), ("train", False), ("compare", False)):
+        code, out, _ = start(command, "--help")
+        assert code == 0 and ("--patience <int>" in out) is has_it
+        assert ("Epochs without progress. Default: 3." in out) is has_it
+    code, out, err = start("prune", "--model", "x", "--data", "y", "--patience", "0")
+    assert (code, out) == (2, "") and "patience must be an int of at least 1" in err
+    assert start() == (0, "refused\n", "")
 
 
 # recipes

@@ -106,7 +106,7 @@ MISTAKES = {
         train DIGITS --widths list.json
         prune DIGITS --out run
         prune DIGITS --out half => --resume half
-        prune --resume empty => no such run
+        prune --resume empty => is not a run
         prune --resume run
         prune --resume foreign
         sample half

@@ -27,11 +27,12 @@ import torch
 from torch import nn
 
 import dmcp
-from dmcp.cli.config import RunConfig, read_config
+from dmcp.cli.config import read_config
 from dmcp.cli.session import load_weights
 from dmcp.data import datasets
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
+from dmcp.runs.config import RunConfig
 from dmcp.runs.files import read_json
 from dmcp.runs.reading import list_runs, read_run
 from dmcp.runs.saved_search import load_search, save_search

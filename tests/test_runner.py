@@ -16,13 +16,13 @@ from torch import nn
 from typed import command
 
 from dmcp.cli import prune, session
-from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job, open_job
 from dmcp.compare import runner
 from dmcp.compare.runner import Comparison, OneRun, PlannedRun, Protocol, begin, plan
 from dmcp.compare.table import write_table
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row
+from dmcp.runs.config import RunConfig
 from dmcp.runs.writing import Run
 from dmcp.runtime.io import Lock
 from dmcp.settings import TrainConfig

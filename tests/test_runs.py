@@ -19,11 +19,11 @@ from test_pruning import SEARCH, TRAIN, Noise, traced
 from typed import command
 
 import dmcp
-from dmcp.cli.config import RunConfig
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.report.finish import finish
 from dmcp.results import PruneResult
+from dmcp.runs.config import RunConfig
 from dmcp.runs.reading import list_runs, read_run, read_runs
 from dmcp.runs.saved_search import save_search
 from dmcp.runs.writing import Run, free_folder

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import types
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,17 +15,21 @@ from dmcp.budgets import Budget, read_budget
 from dmcp.errors import BudgetError, DmcpError, TrainingError
 
 UNPRUNED = "unpruned"  # a row of the table, and the teacher that is trained first
-AUTO = "auto"  # the teacher that suits: the model itself if it is trained, else the unpruned network
-MAX_SEED = 2**62  # what others add to it must fit into 64 bits, too
-_MAX_FLOAT = 1e30  # what others multiply it with must fit into float32, too
+AUTO = "auto"  # the teacher is the model itself if it is trained, else the unpruned network
+MAX_SEED = 2**62  # seeds derived from it must fit into 64 bits, too
+_MAX_INT: float = 2**63 - 1  # torch holds no larger ones
+_MAX_FLOAT = 1e30  # products with it must fit into float32, too
 Bound = int | Mapping[str, int]  # channels: of every space, or of modules or spaces by name; "" is the whole network
+
+
+# values to choose from
 
 
 class Sampling(StrEnum):
     """How the random sub-networks of a weight step are sampled."""
 
     MARKOV = "markov"  # from the alphas: the paper's variant of the sandwich rule
-    UNIFORM = "uniform"  # every number of groups alike, each space by itself
+    UNIFORM = "uniform"  # every number of groups is equally likely, independently in each space
     MIXED = "mixed"  # every second one from the alphas, the others uniform
     SANDWICH = "sandwich"  # one ratio for all spaces: the original sandwich rule
 
@@ -30,11 +37,11 @@ class Sampling(StrEnum):
 class Init(StrEnum):
     """Where the alphas start."""
 
-    FRONT = "front"  # first groups sure, last ones unlikely, the border between them where the budget is met
+    FRONT = "front"  # first groups certain, last ones unlikely; the border between them is where the budget is met
     TARGET = "target"  # one constant for which the expected cost is the budget
-    ZERO = "zero"  # every transition at one half: far below any budget
+    ZERO = "zero"  # every transition has probability one half: far below any budget
     RANDOM = "random"  # standard normal
-    GIVEN = "given"  # those that the supernet has
+    GIVEN = "given"  # the values that the supernet has
 
 
 class Precision(StrEnum):
@@ -47,10 +54,10 @@ class Precision(StrEnum):
 class Retrain(StrEnum):
     """How the pruned network gets its weights."""
 
-    SCRATCH = "scratch"  # initialized anew, then trained: the paper's way
-    FINETUNE = "finetune"  # those of the search, calibrated and fine-tuned
-    SLIMMABLE = "slimmable"  # initialized anew, trained inside the unpruned network, which teaches it: DMCP*
-    NONE = "none"  # those of the search, calibrated and not trained
+    SCRATCH = "scratch"  # initialized again, then trained: the paper's way
+    FINETUNE = "finetune"  # the weights of the search, calibrated and fine-tuned
+    SLIMMABLE = "slimmable"  # initialized again, trained inside the unpruned network, which teaches it: DMCP*
+    NONE = "none"  # the weights of the search, calibrated and not trained
 
 
 class RuntimeKind(StrEnum):
@@ -70,42 +77,130 @@ class FloatType(StrEnum):
 
 
 class Corrupt(StrEnum):
-    """What happens at an image file that cannot be decoded."""
+    """What happens when an image file cannot be decoded."""
 
     STOP = "stop"
     SKIP = "skip"  # another image takes its place
 
 
-def setting(default: Any, help: str, low: float = -math.inf, high: float = math.inf, below: float = math.inf) -> Any:
-    """A field with its help and its range: low <= value <= high, value < below."""
-    return field(default=default, metadata={"help": help, "low": low, "high": high, "below": below})
+# one field, and everything that is made from it
+
+SEARCHES = ("prune", "search")  # commands with a search
+TRAININGS = ("prune", "train")  # commands with a final training
+RUNS = ("prune", "search", "train")  # commands that make one run
+COMMANDS = (*RUNS, "compare")
+_GROUPED = (*SEARCHES, "compare")
+_COMPARED = (*TRAININGS, "compare")
+AUTOMATIC = "automatic"  # the default of what is chosen for network and data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of a settings dataclass, as checks, files and the command line see it."""
+
+    name: str
+    type: Any  # without None
+    optional: bool  # whether None is allowed
+    default: Any  # MISSING if it must be given
+    help: str = ""
+    low: float = -math.inf  # low <= value <= high, and value < below
+    high: float = math.inf
+    below: float = math.inf
+    option: str | None = ""  # its name on the command line: "" is the field's own, None makes no option
+    group: str = ""  # its heading in the help; "" is that of the settings it belongs to
+    commands: tuple[str, ...] = ()  # commands with this option; () are those of the settings it belongs to
+    shown: str = ""  # its default in words, where the value does not say it
+    fixed: bool = True  # False: may change when a run is resumed, since it does not change the result
+
+
+def setting(default: Any = MISSING, help: str = "", low: float = -math.inf, high: float = math.inf, **more: Any) -> Any:
+    """A field of a settings dataclass; `more` are other fields of `Setting`.
+
+    Such a field is all that a new setting needs: its option, help, range check, line in settings.json and key in
+    recipes are made from it.
+    """
+    metadata = {"help": help, "low": low, "high": high, **more}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@functools.cache
+def describe(kind: type) -> tuple[Setting, ...]:
+    """All fields of a settings dataclass. This is the only place that looks at its annotations."""
+    annotations = typing.get_type_hints(kind)
+    described = []
+    for each in fields(kind):
+        parts = typing.get_args(annotations[each.name])
+        optional = types.NoneType in parts
+        value_type = annotations[each.name]
+        if optional:
+            value_type = typing.Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        described.append(Setting(name=each.name, type=value_type, optional=optional, default=default, **each.metadata))
+    return tuple(described)
 
 
 def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
     """Refuse values of the wrong type or range; strings become members of their Enum."""
-    for it in fields(settings):
-        value, kind = getattr(settings, it.name), str(it.type)
-        if value is None and kind.endswith("| None"):
+    kind: Any = type(settings)
+    for described in describe(kind):
+        value = getattr(settings, described.name)
+        if value is None and described.optional:
             continue
-        kind = kind.removesuffix(" | None")
-        if isinstance(enum := globals().get(kind), type) and issubclass(enum, StrEnum):
-            if not isinstance(value, str) or value not in list(enum):
-                raise error(f"{it.name} must be one of {', '.join(enum)}, not {value!r}.")
-            object.__setattr__(settings, it.name, enum(value))
-        elif kind == "bool" and not isinstance(value, bool):
-            raise error(f"{it.name} must be True or False, not {value!r}.")
-        elif kind == "Bound":
-            numbers = list(value.values()) if isinstance(value, Mapping) else [value]
-            if any(type(number) is not int or number < 1 for number in numbers):
-                raise error(f"{it.name} must be an int of at least 1, or such ints by name, not {value!r}.")
-        elif kind in ("int", "float"):
-            types = int if kind == "int" else int | float
-            low, high, below = (it.metadata.get(key, 0) for key in ("low", "high", "below"))
-            high = high if kind == "int" else min(high, _MAX_FLOAT)
-            if isinstance(value, bool) or not isinstance(value, types) or not (low <= value <= high and value < below):
-                upper = f" and below {below}" if below < math.inf else f" and at most {high}" if high < math.inf else ""
-                what = "an int" if kind == "int" else "a number"
-                raise error(f"{it.name} must be {what} of at least {low}{upper}, not {value!r}.")
+        expected = _expected(described, value)
+        if expected:
+            raise error(f"{described.name} must be {expected}, not {value!r}.")
+        if _is_enum(described.type):
+            object.__setattr__(settings, described.name, described.type(value))
+
+
+def _is_enum(value_type: Any) -> bool:
+    return isinstance(value_type, type) and issubclass(value_type, StrEnum)
+
+
+def _expected(described: Setting, value: Any) -> str:
+    """What the value should have been; empty if it is as it should be. Types that are not listed are not checked."""
+    if _is_enum(described.type):
+        is_member = isinstance(value, str) and value in list(described.type)
+        return "" if is_member else f"one of {', '.join(described.type)}"
+    if described.type is bool:
+        return "" if isinstance(value, bool) else "True or False"
+    if described.type == Bound:
+        numbers = list(value.values()) if isinstance(value, Mapping) else [value]
+        are_counts = all(type(number) is int and number >= 1 for number in numbers)
+        return "" if are_counts else "an int of at least 1, or such ints by name"
+    if described.type in (int, float):
+        return _expected_number(described, value)
+    return ""
+
+
+def _expected_number(described: Setting, value: Any) -> str:
+    """Which numbers a setting takes; empty if the value is one of them."""
+    if described.type is int:
+        expected, largest = "an int", _MAX_INT
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+    else:
+        expected, largest = "a number", _MAX_FLOAT
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and described.low <= value <= min(described.high, largest) and value < described.below:
+        return ""
+    if described.low > -math.inf:
+        expected += f" of at least {described.low}"
+    if described.below < math.inf:
+        expected += f" and below {described.below}"
+    elif described.high < math.inf:
+        expected += f" and at most {described.high}"
+    elif is_number and value > largest:
+        expected += f" and at most {largest}"
+    return expected
+
+
+# the settings of each part
+
+_DECAY = "Weight decay; norms and biases have none."
+_SMOOTHING = "Label smoothing of the cross-entropy loss."
+_ALIGN = "Round widths to multiples of this number. Default: 16 in wide layers, less in narrow ones."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,54 +209,93 @@ class SearchConfig:
 
     The defaults of tolerance, groups (for ResNet; 15 for MobileNetV2), epochs, warmup, sampling, budget_weight, lr and
     min_lr are the paper's. Those of align, warmup_sampling, distill, init, label_smoothing, alpha_lr and alpha_min_lr
-    are not, and it names none for the momenta and weight_decay: the paper map of the docs has a table.
+    are not, and the paper names none for the momenta and weight_decay: the paper map of the docs has a table.
     """
 
-    budget: int | float | str | Budget = field(
-        metadata={"help": "50%, 211M, 1.1G, params:2M, memory:256kB, 8ms, latency:50%, or several: 50%,params:2M."}
+    budget: int | float | str | Budget = setting(
+        help="Budget: 50%, 211M, 1.1G, params:2M, memory:256kB, 8ms, latency:50%, or several limits: 50%,params:2M. "
+        "Repeat the option to get a network for each budget from one search.",
+        group="Budget",
+        shown="50%",
     )
     tolerance: float = setting(
-        0.95, "Share of the budget below which the expected cost is pushed up (gamma of eq. 13).", 1e-9, below=1
+        0.95,
+        "Share of the budget below which the expected cost is pushed up (gamma of eq. 13).",
+        1e-9,
+        below=1,
+        option=None,
     )
-    groups: int = setting(10, "Groups that each space is divided into.", 1)
-    align: int | None = setting(
-        None, "Widths are multiples of this, or full; default: of 16 in wide layers, of less in narrow ones.", 1
+    groups: int = setting(10, "Number of groups that each space is divided into.", 1, group="Budget", commands=_GROUPED)
+    align: int | None = setting(None, _ALIGN, 1, group="Budget", commands=_GROUPED)
+    min_channels: Bound = setting(
+        {}, "Fewest channels of every space, like 8, or of one, like layer1=16.", group="Budget", commands=_GROUPED
     )
-    min_channels: Bound = field(
-        default_factory=dict, metadata={"help": "Least channels of every space, like 8, or of one, like layer1=16."}
+    max_channels: Bound = setting(
+        {}, "Most channels of every space, or of one, given in the same way.", group="Budget", commands=_GROUPED
     )
-    max_channels: Bound = field(default_factory=dict, metadata={"help": "Most channels, given in the same way."})
-    epochs: int = setting(40, "Passes over the data in the search, the warm-up among them.", 1)
-    warmup: float = setting(0.5, "Share of these epochs that train weights only; 0 for a trained model.", 0, below=1)
-    sort: bool = setting(False, "Order channels by the norm of their weights first, for a trained model.")
-    subnets: int = setting(2, "Random sub-networks in each weight step, besides the largest and the smallest.", 0)
-    sampling: Sampling = setting(Sampling.MARKOV, "How these are sampled after the warm-up.")
-    warmup_sampling: Sampling = setting(Sampling.UNIFORM, "How these are sampled in the warm-up.")
-    distill: bool = setting(True, "Sub-networks learn from the largest one instead of the labels.")
-    init: Init = setting(Init.TARGET, "Where the alphas start.")
-    independent: bool = setting(False, "Keep each group by itself (Bernoulli), not along the chain: an ablation.")
-    task_loss: bool = setting(True, "The task loss moves the alphas, not the budget alone.")
-    budget_weight: float = setting(0.1, "Weight of the budget loss (lambda of eq. 15).", 0)
-    train_weights: bool = setting(True, "The weights still move after the warm-up.")
-    lr: float = setting(0.2, "First learning rate of the search, at a batch of reference_batch.", 0)
-    min_lr: float = setting(0.02, "The same at the end of its cosine.", 0)
-    reference_batch: int = setting(1024, "Other batches scale lr and min_lr linearly.", 1)
-    momentum: float = setting(0.9, "Nesterov momentum of the weights.", 0, below=1)
-    weight_decay: float = setting(1e-4, "Of the weights; none on norms and biases.", 0)
-    label_smoothing: float = setting(0.1, "Of the default loss.", 0, below=1)
-    alpha_lr: float = setting(0.5, "Learning rate of the alphas after the warm-up; not scaled.", 0)
-    alpha_min_lr: float = setting(0.1, "The same at the end of its cosine.", 0)
-    sharpen: float = setting(1.0, "Factor by which all alphas grow in the course of the search.", 1)
-    alpha_momentum: float = setting(0.9, "Nesterov momentum of the alphas; they have no weight decay.", 0, below=1)
-    accumulate: int = setting(1, "Batches whose gradients make one step.", 1)
-    log_every: int = setting(50, "Steps after which records are read, and a loss that is not finite is noticed.", 1)
-    seed: int = setting(0, "Of everything random in the search.", 0, MAX_SEED)
+    epochs: int = setting(
+        40, "Epochs of the search, including the warm-up.", 1, option="search_epochs", shown=AUTOMATIC
+    )
+    warmup: float = setting(
+        0.5,
+        "Share of the search's epochs that trains weights only; 0 for a trained model.",
+        0,
+        below=1,
+        shown=AUTOMATIC,
+    )
+    sort: bool = setting(False, "Sort channels by the norm of their weights first, for a trained model.", option=None)
+    subnets: int = setting(
+        2, "Random sub-networks in each weight step, besides the largest and the smallest one.", 0, option=None
+    )
+    sampling: Sampling = setting(Sampling.MARKOV, "How sub-networks are sampled after the warm-up.", option=None)
+    warmup_sampling: Sampling = setting(Sampling.UNIFORM, "How sub-networks are sampled in the warm-up.", option=None)
+    distill: bool = setting(
+        True, "Whether sub-networks learn from the outputs of the largest one instead of the labels.", option=None
+    )
+    init: Init = setting(Init.TARGET, "Where the alphas start.", option=None)
+    independent: bool = setting(
+        False, "Keep each group independently (Bernoulli), not along the chain: an ablation.", option=None
+    )
+    task_loss: bool = setting(
+        True, "Whether the task loss moves the alphas, too, and not only the budget loss.", option=None
+    )
+    budget_weight: float = setting(0.1, "Weight of the budget loss (lambda of eq. 15).", 0, option=None)
+    train_weights: bool = setting(True, "Whether the weights are trained after the warm-up, too.", option=None)
+    lr: float = setting(
+        0.2,
+        "Learning rate at the start of the search, for a batch of 1024.",
+        0,
+        option="search_lr",
+        shown=AUTOMATIC,
+    )
+    min_lr: float = setting(0.02, "Learning rate at the end of its cosine.", 0, option=None)
+    reference_batch: int = setting(
+        1024, "Batch size that lr and min_lr are meant for; they are scaled linearly to others.", 1, option=None
+    )
+    momentum: float = setting(0.9, "Nesterov momentum of the weights.", 0, below=1, option=None)
+    weight_decay: float = setting(1e-4, _DECAY, 0, group="Training", shown=AUTOMATIC)
+    label_smoothing: float = setting(0.1, _SMOOTHING, 0, below=1, group="Training")
+    alpha_lr: float = setting(
+        0.5, "Learning rate of the alphas after the warm-up; it is not scaled with the batch.", 0, option=None
+    )
+    alpha_min_lr: float = setting(0.1, "Learning rate of the alphas at the end of its cosine.", 0, option=None)
+    sharpen: float = setting(1.0, "Factor by which all alphas grow during the search.", 1, option=None)
+    alpha_momentum: float = setting(
+        0.9, "Nesterov momentum of the alphas; they have no weight decay.", 0, below=1, option=None
+    )
+    accumulate: int = setting(1, "Batches whose gradients are accumulated for one step.", 1, option=None)
+    log_every: int = setting(
+        50, "Steps between two reads of the records, which also notice a loss that is not finite.", 1, option=None
+    )
+    seed: int = setting(0, "Random seed of initialization and sampling in the search.", 0, MAX_SEED)
 
     def __post_init__(self) -> None:
         check(self)
         read_budget(self.budget)  # refuses what cannot be read; `parse_budget` makes limits of it for a network
         if self.warmup_epochs == self.epochs:
-            raise TrainingError(f"warmup={self.warmup:g} leaves the alphas none of {self.epochs} epochs: lower it.")
+            raise TrainingError(
+                f"warmup={self.warmup:g} leaves none of the {self.epochs} epochs to the alphas: lower it."
+            )
 
     @property
     def warmup_epochs(self) -> int:
@@ -173,25 +307,83 @@ class SearchConfig:
 class TrainConfig:
     """How a network is trained; the defaults are the paper's recipe for a pruned ResNet, but for label_smoothing.
 
-    It names no momentum and no weight_decay.
+    The paper names no momentum and no weight_decay.
     """
 
-    epochs: int = setting(100, "Passes over the training data.", 1)
-    lr: float = setting(0.8, "Highest learning rate, at a batch of reference_batch.", 1e-300)
-    reference_batch: int | None = setting(2048, "Other batches scale all learning rates linearly; None: never.", 1)
-    warmup_epochs: float = setting(1.0, "Epochs in which the learning rate grows to lr.", 0)
-    warmup_lr: float = setting(0.2, "Learning rate of the first step, scaled as well.", 0)
-    min_lr: float = setting(0.0, "Where the cosine ends, scaled as well.", 0)
-    momentum: float = setting(0.9, "Of SGD.", 0, below=1)
-    nesterov: bool = setting(True, "Nesterov momentum.")
-    weight_decay: float = setting(1e-4, "On weights; none on norms and biases.", 0)
-    label_smoothing: float = setting(0.1, "Of the default loss.", 0, below=1)
+    epochs: int = setting(100, "Epochs of training.", 1, shown=AUTOMATIC)
+    lr: float = setting(
+        0.8,
+        "Highest learning rate, for a batch of 2048; it is scaled linearly to others.",
+        1e-300,
+        commands=_COMPARED,
+        shown=AUTOMATIC,
+    )
+    reference_batch: int | None = setting(
+        2048,
+        "Batch size that all learning rates are meant for; they are scaled linearly to others. None: never scaled.",
+        1,
+        option=None,
+    )
+    warmup_epochs: float = setting(1.0, "Epochs in which the learning rate grows to lr.", 0, option=None)
+    warmup_lr: float = setting(0.2, "Learning rate of the first step, scaled as lr is.", 0, option=None)
+    min_lr: float = setting(0.0, "Learning rate at the end of its cosine, scaled as lr is.", 0, option=None)
+    momentum: float = setting(0.9, "Momentum of SGD.", 0, below=1, option=None)
+    nesterov: bool = setting(True, "Whether the momentum is Nesterov's.", option=None)
+    weight_decay: float = setting(1e-4, _DECAY, 0, commands=_COMPARED, shown=AUTOMATIC)
+    label_smoothing: float = setting(0.1, _SMOOTHING, 0, below=1, commands=_COMPARED)
     kd_weight: float = setting(0.9, "Weight of the teacher's outputs in the loss; the labels have the rest.", 0, 1)
-    kd_temperature: float = setting(4.0, "Logits of both are divided by it.", 0.01, 100)
-    seed: int = setting(0, "Of dropout and the like; a loader has its own.", 0, MAX_SEED)
+    kd_temperature: float = setting(
+        4.0, "Temperature that the outputs of teacher and student are divided by.", 0.01, 100
+    )
+    seed: int = setting(0, "Random seed of dropout and the like; the loader has its own.", 0, MAX_SEED)
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How networks are run; None means: chosen for the device."""
+
+    precision: Precision | None = setting(
+        None, "Dtype of the forward pass. Default: bfloat16 on GPUs that compute in it, else float32."
+    )
+    channels_last: bool | None = setting(None, "Use the channels-last memory format. Default: on GPUs.", commands=RUNS)
+    compile: bool | None = setting(
+        None, "Use torch.compile. Default: on GPUs, in runs long enough to repay the compilation."
+    )
+    graphs: bool | None = setting(None, "Use CUDA graphs. Default: on one GPU, with the default losses and optimizer.")
+    kernels: bool | None = setting(
+        None, "Use dmcp's own kernels for layers with few channels. Default: in bfloat16, on one GPU."
+    )
+    tf32: bool = setting(True, "Allow TF32: float32 products on a GPU round their factors to 10 bits.", commands=RUNS)
+    deterministic: bool = setting(False, "Compute the same bits in every run, on a GPU, too; slower.")
+    sync_batchnorm: bool = setting(
+        False, "Use the statistics of all ranks in BatchNorm layers, on GPUs.", commands=RUNS
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyConfig:
+    """Which networks are measured for a latency table, and how."""
+
+    batch: int = setting(1, "Samples in a forward pass.", 1)
+    device: str = setting("", "Device to measure on. Default: the device of the model; the CPU for onnxruntime.")
+    dtype: FloatType = setting(FloatType.FLOAT32, "Dtype of weights and inputs.")
+    runtime: RuntimeKind = setting(
+        RuntimeKind.TORCH, "Runtime used to measure latency: torch, or onnxruntime on the CPU."
+    )
+    networks: int = setting(40, "Number of networks that are measured.", 12, 10_000)
+    align: int | None = setting(None, _ALIGN, 1)
+    min_channels: Bound = setting({}, "Fewest channels, as in SearchConfig.")
+    max_channels: Bound = setting({}, "Most channels, as in SearchConfig.")
+    seed: int = setting(0, "Random seed of the widths that are measured.", 0, MAX_SEED)
+
+    def __post_init__(self) -> None:
+        check(self, BudgetError)
 
 
 PAPER: dict[str, dict[str, Any]] = {  # what the paper names and the defaults have otherwise
@@ -210,11 +402,15 @@ PAPER: dict[str, dict[str, Any]] = {  # what the paper names and the defaults ha
 
 def paper(budget: int | float | str | Budget = "50%") -> dict[str, Any]:
     """The paper's own settings, as arguments of `prune`; groups and epochs are those for ResNet."""
-    search = SearchConfig(budget=budget, **PAPER["search"])
-    return {"search": search, "train": TrainConfig(**PAPER["train"]), "retrain": Retrain.SCRATCH, "teacher": None}
+    return {
+        "search": SearchConfig(budget=budget, **PAPER["search"]),
+        "train": TrainConfig(**PAPER["train"]),
+        "retrain": Retrain.SCRATCH,
+        "teacher": None,
+    }
 
 
-# defaults for what is there: docs/cookbook.md has the same table
+# defaults that follow the network and its data: docs/cookbook.md has the same table
 
 _TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge"
     "epochs": 1,
@@ -227,15 +423,18 @@ _TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge"
     "sampling": Sampling.MIXED,
     "budget_weight": 1.0,
 }
-_KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # the weights that are there
-_SEARCH_IMAGES, _SEARCH_STEPS = 50_000, (150, 500)  # that a trained network sees in its search, in so many steps
-_TRAIN_IMAGES = 13_000_000  # that it sees at most in its fine-tuning
-_MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets get more passes
-_BATCH, _MIN_PER_EPOCH = 128, 8  # images in a batch, and the steps that an epoch has at least
+_KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # these keep the weights of the search
+_SEARCH_IMAGES = 50_000  # that are enough for the search of a trained network
+_SEARCH_STEPS = (150, 500)  # fewest and most steps of such a search
+_TRAIN_IMAGES = 13_000_000  # that are enough for the fine-tuning of a trained network
+_MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets get more epochs
+_BATCH = 128
+_MIN_PER_EPOCH = 8  # steps that an epoch has at least
 _FEW_IMAGES = 200_000  # up to which the next two hold instead of ImageNet's: REPORT.md, "judge"
 _FEW_SEARCH: dict[str, Any] = {"lr": 0.4, "min_lr": 0.04, "weight_decay": 5e-4}  # of a network that is not trained
 _FEW_TRAIN: dict[str, Any] = {"lr": 1.6, "warmup_lr": 0.4, "weight_decay": 5e-4}
-_HEAVY, _HEAVY_BATCH = 2 * 10**9, 64  # MACs of one sample from which batches are smaller, for the memory
+_HEAVY = 2 * 10**9  # MACs of one sample from which batches are smaller, for the memory
+_HEAVY_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -244,7 +443,7 @@ class Defaults:
 
     search: SearchConfig
     train: TrainConfig
-    search_images: int  # in each pass of the search; 0: all
+    search_images: int  # in each epoch of the search; 0: all
     why: Mapping[str, tuple[object, str]]
 
 
@@ -259,53 +458,82 @@ def defaults(
     own_loss: bool = False,  # then outputs may be no class scores, and nothing is distilled
 ) -> Defaults:
     """Settings for so many training images in batches of this size; `trained`: the network is, on such data."""
-    search, train = default_search(budget, trained), default_training(retrain, trained)
-    rates = "the paper's"
+    search = default_search(budget, trained)
+    train = default_training(retrain, trained)
+    keeps_trained_weights = trained and retrain in _KEEPING
+
+    # Learning rates and decay follow the number of images.
+    why_rates = "the paper's"
     if images <= _FEW_IMAGES:
-        rates = f"twice the paper's, which suits {images:,} images"
-        train, search = replace(train, **_FEW_TRAIN), search if trained else replace(search, **_FEW_SEARCH)
-    gentle = trained and retrain in _KEEPING
-    if gentle and 0 < steps < _MIN_STEPS:  # REPORT.md, "short"
-        rates = f"the paper's, since fewer than {_MIN_STEPS} steps from trained weights must be small"
+        why_rates = f"twice the paper's, which suits {images:,} images"
+        train = replace(train, **_FEW_TRAIN)
+        if not trained:
+            search = replace(search, **_FEW_SEARCH)
+    if keeps_trained_weights and 0 < steps < _MIN_STEPS:  # REPORT.md, "short"
+        why_rates = f"the paper's: fewer than {_MIN_STEPS} steps from trained weights must be small"
         train = replace(train, lr=TrainConfig.lr, warmup_lr=TrainConfig.warmup_lr)
-    known = "the network is trained: small steps keep what it knows"
-    fewest, most = _SEARCH_STEPS
-    enough = batch * max(fewest, min(most, _SEARCH_IMAGES // max(1, batch)))
-    few = enough if trained and images >= 2 * enough else 0
+
+    # So do the epochs; the search of a trained network may need less than one.
+    search_images = 0
     if trained:
-        passes, why_passes = max(1, round(enough / images)), f"about {enough:,} images do for a trained network"
+        enough_images = _images_of_a_trained_search(batch)
+        search_epochs = max(1, round(enough_images / images))
+        why_search_epochs = f"{enough_images:,} images are enough for a trained network"
+        if images >= 2 * enough_images:
+            search_images = enough_images
+        why_search_rate = "small steps keep what the trained network knows"
+        why_warmup = "no warm-up: the network is trained; its channels are sorted by norm instead"
     else:
-        passes, why_passes = _passes(search.epochs, images, batch)
-    epochs, why_epochs = _passes(train.epochs, images, batch, _TRAIN_IMAGES if gentle else 0)
-    no_warmup = "a trained network needs no warm-up, but its channels in order of their norms"
+        search_epochs, why_search_epochs = _epochs(search.epochs, images, batch)
+        why_search_rate = why_rates
+        why_warmup = "the weights are trained before the alphas move"
+    most_images = _TRAIN_IMAGES if keeps_trained_weights else 0
+    train_epochs, why_train_epochs = _epochs(train.epochs, images, batch, most_images)
+
     why: dict[str, tuple[object, str]] = {
-        "search_epochs": (f"1 pass over {few:,} images" if few else passes, why_passes),
-        "search_lr": (f"{search.lr:g} at a batch of {search.reference_batch}", known if trained else rates),
-        "warmup": (search.warmup, no_warmup if trained else "the weights are trained before the alphas move"),
-        "epochs": (epochs, why_epochs),
-        "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", rates),
+        "search_epochs": (
+            f"1 pass over {search_images:,} images" if search_images else search_epochs,
+            why_search_epochs,
+        ),
+        "search_lr": (f"{search.lr:g} at a batch of {search.reference_batch}", why_search_rate),
+        "warmup": (search.warmup, why_warmup),
+        "epochs": (train_epochs, why_train_epochs),
+        "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", why_rates),
         "weight_decay": (train.weight_decay, f"usual for {images:,} images"),
     }
-    return Defaults(replace(search, epochs=passes, distill=not own_loss), replace(train, epochs=epochs), few, why)
+    search = replace(search, epochs=search_epochs, distill=not own_loss)
+    train = replace(train, epochs=train_epochs)
+    return Defaults(search, train, search_images, why)
 
 
-def _passes(usual: int, images: int, batch: int, most: int = 0) -> tuple[int, str]:
-    """Epochs, and why; most: images that are enough in all, 0 where that is not known."""
+def _images_of_a_trained_search(batch: int) -> int:
+    """Images that are enough for the search of a trained network, in whole batches of this size."""
+    fewest, most = _SEARCH_STEPS
+    steps = _SEARCH_IMAGES // max(1, batch)  # a batch of 0 is refused later
+    return batch * max(fewest, min(most, steps))
+
+
+def _epochs(usual: int, images: int, batch: int, most_images: int = 0) -> tuple[int, str]:
+    """Epochs, and why; most_images: how many are enough in all, 0 where that is not known."""
     steps = max(1, images // max(1, batch))  # a batch of 0 is refused later
-    if most and usual * images > most:
-        return max(1, most // images), f"of {images:,} images so many are enough for a trained network"
+    if most_images and usual * images > most_images:
+        epochs = max(1, most_images // images)
+        return epochs, f"{most_images:,} images are enough to fine-tune a trained network"
     if usual * steps < _MIN_STEPS:
-        return -(-_MIN_STEPS // steps), f"an epoch has {steps} steps, and fewer than {_MIN_STEPS} in all are too few"
+        epochs = math.ceil(_MIN_STEPS / steps)
+        return epochs, f"an epoch has {steps} steps, and fewer than {_MIN_STEPS} in all are too few"
     return usual, f"usual for {images:,} images"
 
 
 def default_batch(images: int, macs: int) -> tuple[int, str]:
     """Images in a batch of this data set and network, MACs being those of one sample; and why."""
-    usual, reason = (_HEAVY_BATCH, "large networks need much memory") if macs >= _HEAVY else (_BATCH, "usual")
-    batch = usual
+    batch, reason = _BATCH, "usual"
+    if macs >= _HEAVY:
+        batch, reason = _HEAVY_BATCH, "large networks need much memory"
     while batch > 1 and images // batch < _MIN_PER_EPOCH:
         batch //= 2
-    return batch, reason if batch == usual else f"so that {images:,} images make {images // batch} steps in an epoch"
+        reason = f"so that {images:,} images make {images // batch} steps in an epoch"
+    return batch, reason
 
 
 def default_search(budget: int | float | str | Budget, trained: bool) -> SearchConfig:
@@ -316,40 +544,3 @@ def default_search(budget: int | float | str | Budget, trained: bool) -> SearchC
 def default_training(retrain: Retrain, trained: bool) -> TrainConfig:
     """The usual settings of a training, whatever the data."""
     return TrainConfig(epochs=20) if trained and retrain in _KEEPING else TrainConfig()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """How networks are run; None means: what is best for the device (`dmcp.runtime.engine.resolve`)."""
-
-    precision: Precision | None = setting(None, "bfloat16 on GPUs that compute in it, float32 elsewhere.")
-    channels_last: bool | None = setting(None, "Channels-last memory format: on GPUs.")
-    compile: bool | None = setting(None, "torch.compile: on GPUs, in runs that are long enough to pay for it.")
-    graphs: bool | None = setting(None, "CUDA graphs: on one GPU, with the default losses and optimizer.")
-    kernels: bool | None = setting(None, "Own kernels for layers of few channels: in bfloat16, on one GPU.")
-    tf32: bool = setting(True, "float32 products on a GPU may round their factors to 10 bits.")
-    deterministic: bool = setting(False, "The same bits in every run, also on a GPU; slower.")
-    sync_batchnorm: bool = setting(False, "BatchNorms use the statistics of all ranks, on GPUs.")
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyConfig:
-    """Which networks are measured for a latency table, and how."""
-
-    batch: int = setting(1, "Samples in a forward pass.", 1)
-    device: str = setting("", "Where it is timed; default: the device of the model, the CPU in onnxruntime.")
-    dtype: FloatType = setting(FloatType.FLOAT32, "Of weights and inputs.")
-    runtime: RuntimeKind = setting(RuntimeKind.TORCH, "What runs the networks: torch, or onnxruntime on the CPU.")
-    networks: int = setting(40, "Networks that are measured.", 12, 10_000)
-    align: int | None = setting(
-        None, "Widths are multiples of this, or full; default: of 16 in wide layers, of less in narrow ones.", 1
-    )
-    min_channels: Bound = field(default_factory=dict, metadata={"help": "Narrowest widths, as in SearchConfig."})
-    max_channels: Bound = field(default_factory=dict, metadata={"help": "Widest widths, given in the same way."})
-    seed: int = setting(0, "Of the widths that are measured.", 0, MAX_SEED)
-
-    def __post_init__(self) -> None:
-        check(self, BudgetError)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.cli import prune, session
-from dmcp.cli.config import Request, RunConfig, needs_typing
+from dmcp.cli.config import Request, needs_typing
 from dmcp.cli.session import Job, place_of
 from dmcp.compare import runner
 from dmcp.compare.methods import METHODS, title
@@ -20,6 +20,7 @@ from dmcp.compare.table import COMMANDS, PAGE, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.exporting.export import blaming
 from dmcp.models import argument
+from dmcp.runs.config import RunConfig
 from dmcp.runs.writing import Run, slug
 from dmcp.runtime.io import Lock, is_locked
 from dmcp.settings import Retrain

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from dmcp import __version__
-from dmcp.cli.config import Request, RunConfig, complete_model, make_config, takes_settings
+from dmcp.cli.config import Request, make_config
+from dmcp.cli.options import Grouped, complete_model, takes_settings
 from dmcp.errors import DmcpError, RankError, StoppedError
+from dmcp.runs.config import RunConfig
 from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, RuntimeKind
 
 _CODES = """\b
@@ -129,20 +130,6 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: Any, 
     print(text, end="", file=sys.stderr)
 
 
-class _Grouped(TyperCommand):
-    """A command whose help has its options in groups."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options, group by group."""
-        groups: dict[str, list[Any]] = {}
-        for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                groups.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
-        for name, records in groups.items():
-            with formatter.section(name):
-                formatter.write_dl(records)
-
-
 def is_launched() -> bool:
     """Whether torchrun or accelerate launch has started this process as one of several."""
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
@@ -198,7 +185,7 @@ def _common(
         raise typer.Exit
 
 
-@app.command(cls=_Grouped)
+@app.command(cls=Grouped)
 @takes_settings
 def prune(request: Request) -> None:
     """Search the widths of a network inside a budget, cut it, train it, test it.
@@ -224,7 +211,7 @@ def prune(request: Request) -> None:
         _late("prune").dry_run(config, request)
 
 
-@app.command(cls=_Grouped)
+@app.command(cls=Grouped)
 @takes_settings
 def search(request: Request) -> None:
     """Search only: the run keeps the alphas, the expected widths, and the network cut with the searched weights.
@@ -238,7 +225,7 @@ def search(request: Request) -> None:
     _late("prune").prune(config, request)
 
 
-@app.command(cls=_Grouped)
+@app.command(cls=Grouped)
 @takes_settings
 def train(request: Request) -> None:
     """Train a network with given widths, or unpruned, and test it.
@@ -274,7 +261,7 @@ def inspect(
     _late("show").inspect(config, as_json)
 
 
-@app.command(cls=_Grouped)
+@app.command(cls=Grouped)
 def sample(
     run: RunFolder,
     direct: Annotated[int, typer.Option(min=0, max=10_000, help="So many different samples; 0: expected widths.")] = 0,
@@ -417,7 +404,7 @@ def report(
     _late("show").report(run, out)
 
 
-@app.command(cls=_Grouped)
+@app.command(cls=Grouped)
 @takes_settings
 def compare(request: Request) -> None:
     """Compare pruning methods under one protocol: the same data, split, recipe and budgets, several seeds.

@@ -23,7 +23,7 @@ from torch import nn
 from dmcp import pruning
 from dmcp.budgets import Budget, limits_latency, show_cost
 from dmcp.cli import session
-from dmcp.cli.config import Request, RunConfig, make_config
+from dmcp.cli.config import Request, make_config
 from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, log, print_json, result_facts
 from dmcp.cutting import cut
 from dmcp.data.loaders import CHUNK, with_batch_size
@@ -44,6 +44,7 @@ from dmcp.retraining import (
     train_all,
     warn_of_poor_teacher,
 )
+from dmcp.runs.config import RunConfig
 from dmcp.runs.files import REPORT, is_run
 from dmcp.runs.reading import read_run, read_widths
 from dmcp.runs.storage import save

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from dmcp import __version__, models
 from dmcp.budgets import LATENCY, MEMORY, read_budget, show_cost
-from dmcp.cli.config import GIVEN, Request, RunConfig, needs_typing, option_word, settle
+from dmcp.cli.config import GIVEN, Request, needs_typing, option_word, settle
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import NAMES as DATA
 from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, preprocessing, split
@@ -42,6 +42,7 @@ from dmcp.exporting.timing import device_name
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.request import Loaders
 from dmcp.retraining import DivergenceWarning
+from dmcp.runs.config import RunConfig
 from dmcp.runs.files import INPUT, LOG, REPLACED, SETTINGS, STARTS, read_json
 from dmcp.runs.writing import START, Run, free_folder, refuse_taken, slug
 from dmcp.runtime import progress

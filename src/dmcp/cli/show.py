@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import nn
 
 from dmcp.cli import session
-from dmcp.cli.config import RunConfig, check_typed, read_config
+from dmcp.cli.config import check_typed, read_config
 from dmcp.cli.session import build, log, print_json, result_facts, trace_job
 from dmcp.data.datasets import check_data, split
 from dmcp.data.datasets import load as load_data
@@ -27,6 +27,7 @@ from dmcp.exporting.timing import time_files
 from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import measure_networks, results_table, score
+from dmcp.runs.config import RunConfig
 from dmcp.runs.files import EXPORTED, INPUT, SEARCH, WIDTHS, read_json
 from dmcp.runs.reading import list_runs, read_run, read_runs, read_widths
 from dmcp.runs.saved_search import load_search

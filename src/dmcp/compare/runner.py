@@ -18,7 +18,6 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from dmcp.cli.config import RunConfig
 from dmcp.cli.session import Job
 from dmcp.compare.methods import METHODS, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem, samples_of
@@ -29,6 +28,7 @@ from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.exporting.export import blaming
 from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, measure_networks
 from dmcp.retraining import Retraining, catch_up, train_all
+from dmcp.runs.config import RunConfig
 from dmcp.runs.files import CHECKPOINTS, PREPARED, SETTINGS, read_json
 from dmcp.runs.storage import load, save
 from dmcp.runs.writing import Run

@@ -1,0 +1,140 @@
+"""The options of the commands, made from the fields of the settings."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from dmcp.cli.config import SETTINGS_OPTIONS, Comparison, Option, Request, option_word, options_of
+from dmcp.errors import DmcpError
+from dmcp.runs.config import RECIPES
+from dmcp.settings import AUTOMATIC, Bound, Setting
+
+_GROUPS = ("Model and data", "Budget", "Latency", "Search", "Training", "Batches and device", "Run", "Comparison")
+_REQUEST_OPTIONS = options_of(Request)
+_COMPARISON_OPTIONS = options_of(Comparison, group="Comparison", commands=("compare",))
+_PLAIN_TYPES = (int, float, str, bool)
+
+
+class Grouped(TyperCommand):
+    """A command whose help lists its options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options, group by group."""
+        groups: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                name = getattr(parameter, "rich_help_panel", None) or "Options"
+                groups.setdefault(name, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
+    """A command that takes all the options of its name, and gets them as a Request."""
+    command = run.__name__
+    options = {name: option for name, option in _all_options(command).items() if command in option.commands}
+
+    def typed(**values: Any) -> None:
+        settings: dict[str, Any] = {}  # only those that were typed
+        request: dict[str, Any] = {}
+        more: dict[str, Any] = {}
+        for name, value in values.items():
+            field_name = options[name].setting.name
+            if options[name] is _COMPARISON_OPTIONS.get(name):
+                more[field_name] = value
+            elif options[name] is _REQUEST_OPTIONS.get(name):
+                request[field_name] = value
+            elif value not in (None, []):
+                settings[name] = value
+        if "seeds" in more:
+            request["seeds"] = more["seeds"]
+        run(Request(command=command, typed=settings, more=more, **request))
+
+    ordered = sorted(options.values(), key=lambda option: _GROUPS.index(option.group))
+    parameters = [_parameter(option, command) for option in ordered]
+    typed.__name__ = command
+    typed.__doc__ = run.__doc__
+    typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return typed
+
+
+def _all_options(command: str) -> dict[str, Option]:
+    """Every option; those of dmcp compare replace others of the same name."""
+    options = SETTINGS_OPTIONS | _REQUEST_OPTIONS
+    return options | _COMPARISON_OPTIONS if command == "compare" else options
+
+
+def _parameter(option: Option, command: str) -> inspect.Parameter:
+    """The option as a parameter that typer reads; a setting of a run is None unless it is typed."""
+    described = option.setting
+    is_setting = option is SETTINGS_OPTIONS.get(option.name)
+    default = None if is_setting or described.default == () else described.default
+    details: dict[str, Any] = {
+        "rich_help_panel": option.group,
+        "show_default": False,
+        "help": _help_text(described, command),
+    }
+    if not is_setting and described.type is int:  # a setting of a run is checked where it is made
+        details["min"] = int(described.low)
+    if _typed_as(described) == list[str]:
+        details["metavar"] = "<str>"
+    if described.type == Bound:
+        details["metavar"] = "[NAME=]N"
+    if option.name in ("model", "teacher_model"):
+        details["autocompletion"] = complete_model
+    if option.name == "recipe":
+        details["autocompletion"] = _complete_recipe
+
+    words = [option_word(option.name)]
+    if described.type is bool and described.default is not False:
+        words = []  # typer makes --name and --no-name
+    annotation: Any = Annotated[_typed_as(described) | None, typer.Option(*words, **details)]
+    if default is not None:
+        annotation = Annotated[_typed_as(described), typer.Option(*words, **details)]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _typed_as(described: Setting) -> Any:
+    """The type of the words of an option; what is no plain value is a list of texts, and read later."""
+    is_enum = isinstance(described.type, type) and issubclass(described.type, StrEnum)
+    return described.type if is_enum or described.type in _PLAIN_TYPES else list[str]
+
+
+def _help_text(described: Setting, command: str) -> str:
+    """The help of a setting and its default, where the help does not say it."""
+    default = described.shown
+    if default == AUTOMATIC:
+        has_dry_run = command in _REQUEST_OPTIONS["dry_run"].commands
+        default = "automatic (shown by --dry-run)" if has_dry_run else "automatic (written to settings.json)"
+    elif not default and isinstance(described.default, str | int | float) and described.default not in ("", 0):
+        default = str(described.default)
+        if described.default is True:
+            default = "yes"
+    return f"{described.help} Default: {default}." if default else described.help
+
+
+# completion
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of networks; the libraries that have them are imported for it."""
+    from dmcp import models
+
+    with contextlib.suppress(DmcpError):  # timm may not be installed
+        names = models.names(timm=incomplete.startswith("timm:"))
+        return [name for name in names if name.startswith(incomplete)]
+    return []
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    return [name for name in RECIPES if name.startswith(incomplete)]
