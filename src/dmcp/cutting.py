@@ -30,19 +30,28 @@ def cut(
 
     by: which channels are kept. "first" is for supernets, whose first channels are the important ones; "l1" and "l2"
     keep those with the largest filters, for a model that was trained as it is. A mapping may give a list of kept
-    indices instead of a number; spaces that it does not name stay full. The cut network is replayed: it does what the
-    graph says, or CutError.
+    indices instead of a number; spaces that it does not name stay full. The cut network is replayed, and a CutError
+    raised where it does not do what the graph says.
     """
     model = unwrap(model)
     graph.check_architecture(model)
     if isinstance(widths, Widths) and widths.fingerprint != graph.fingerprint:
         raise WidthsError("These widths are for another architecture: make them with graph.widths(...).")
-    for space in graph.spaces if by != "first" else ():
-        if isinstance(kept := widths.get(space.name), int):
-            widths = {**widths, space.name: strongest(magnitude(model, graph, space, int(by[1])), kept)}
+    if by != "first":
+        widths = _largest_filters(model, graph, widths, power=int(by[1]))
     small = narrow(model, graph.cuts(widths), graph.attributes(widths))
     graph.check(small, widths)
     return small
+
+
+def _largest_filters(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], power: int) -> dict[str, Kept]:
+    """The widths with numbers of channels replaced by the indices of those that have the largest filters."""
+    chosen = dict(widths)
+    for space in graph.spaces:
+        kept = widths.get(space.name)
+        if isinstance(kept, int):
+            chosen[space.name] = strongest(magnitude(model, graph, space, power), kept)
+    return chosen
 
 
 # new weights
@@ -57,57 +66,68 @@ def reinitialize(module: nn.Module, generator: torch.Generator | Seed | None = N
     tensors (position embeddings, layer scales, ...) stay, and so do frozen parameters, and the statistics of norms that
     have no others.
     """
-    module, generator = unwrap(module), as_generator(generator)
-    kept = {name: tensor.clone() for name, tensor in _frozen(module).items()}
-    home = torch.device("cpu") if generator is None else generator.device
-    done: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
+    module = unwrap(module)
+    generator = as_generator(generator)
+    frozen = {name: tensor.clone() for name, tensor in _frozen(module).items()}
+    initialized: set[Tensor] = set()  # a tied parameter belongs to the first module that has it
     for part in modules_of(module):
-        own = {name: tensor for name, tensor in part.named_parameters(recurse=False) if tensor not in done}
-        weight, bias = own.get("weight"), own.get("bias")
         if not isinstance(part, Convs | nn.Linear | Norms):
             continue
+        new = {}
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter not in initialized:
+                new[name] = parameter
         if isinstance(part, RunningNorms):
             part.reset_running_stats()
-        if isinstance(part, Norms):
-            if weight is not None:
-                weight.fill_(1)
-        elif weight is not None:  # variance 2 / fan: fan out of a conv, fan in of a linear
-            fan = weight.shape[1] if isinstance(part, nn.Linear) else weight.numel() // part.in_channels
-            # in float32 where the generator lives: the same numbers on every device and dtype
-            noise = torch.randn(weight.shape, generator=generator, device=home, dtype=torch.float32)
-            weight.copy_(noise.mul_((2 / fan) ** 0.5).to(weight))
-        if bias is not None:
-            bias.zero_()
-        done.update(own.values())
-    now = named_tensors(module)
-    for name, tensor in kept.items():
-        now[name].copy_(tensor)
+        if "weight" in new:
+            if isinstance(part, Norms):
+                new["weight"].fill_(1)
+            else:
+                _fill_by_he(new["weight"], part, generator)
+        if "bias" in new:
+            new["bias"].zero_()
+        initialized.update(new.values())
+
+    tensors = named_tensors(module)
+    for name, tensor in frozen.items():
+        tensors[name].copy_(tensor)
+
+
+def _fill_by_he(weight: Tensor, layer: Convs | nn.Linear, generator: torch.Generator | None) -> None:
+    """Fill the weight with normal numbers of variance 2 / fan: the fan out of a conv, the fan in of a linear."""
+    fan = weight.shape[1] if isinstance(layer, nn.Linear) else weight.numel() // layer.in_channels
+    # in float32, where the generator lives: the same numbers on every device and in every dtype
+    device = torch.device("cpu") if generator is None else generator.device
+    noise = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
+    weight.copy_(noise.mul_((2 / fan) ** 0.5).to(weight))
 
 
 def with_frozen(model: nn.Module, source: nn.Module) -> nn.Module:
     """The model, or a copy of it with the tensors that are frozen in the source, which is of the same architecture."""
-    model, source = unwrap(model), unwrap(source)
-    kept = _frozen(source)
-    if model is source or not kept:
+    model = unwrap(model)
+    source = unwrap(source)
+    frozen = _frozen(source)
+    if model is source or not frozen:
         return model
     if fingerprint(model) != fingerprint(source):
         raise WidthsError("The fresh model is of another architecture than the given one.")
     copied = narrow(model, {}, {})
-    now = named_tensors(copied)
+    tensors = named_tensors(copied)
     with torch.no_grad():
-        for name, tensor in kept.items():
-            now[name].requires_grad_(False).copy_(tensor)
+        for name, tensor in frozen.items():
+            tensors[name].requires_grad_(False).copy_(tensor)
     return copied
 
 
 def _frozen(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters without requires_grad, and statistics of norms that have no others, by name."""
-    still: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
+    """Parameters without requires_grad, and the statistics of norms that have no others, by name."""
+    frozen: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
     for part in modules_of(module):
-        own = set(part.parameters(recurse=False))
-        if isinstance(part, RunningNorms) and own and own <= still:
-            still.update(part.buffers(recurse=False))
-    return {name: tensor for name, tensor in named_tensors(module).items() if tensor in still}
+        if isinstance(part, RunningNorms):
+            parameters = set(part.parameters(recurse=False))
+            if parameters and parameters <= frozen:
+                frozen.update(part.buffers(recurse=False))
+    return {name: tensor for name, tensor in named_tensors(module).items() if tensor in frozen}
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
