@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from dmcp.runtime.batches import device_of, input_of, on_device, size_of, widest
 from dmcp.runtime.distributed import World, current, sum_values
 from dmcp.tracing.modules import call_model, kept_modes, modules_of, without_autocast
 
-Forward = Callable[[Any], Any]  # what runs the network on one input
+Forward = Callable[[Any], Any]  # runs the network on one input
 
 
 @checked
@@ -26,17 +27,20 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None
 
     Mean and variance are those of all samples together, however they were batched. Only the BatchNorms run in train
     mode, so dropout stays off; frozen ones are renewed, too. `forward` runs a sub-network of a supernet, with net.model
-    as the model: `lambda x: net(x, gates)`. Norms that do not run keep what they had; after an error all of them do.
-    Norms of one's own must use `self.momentum`.
+    as the model: `lambda x: net(x, gates)`. Norms that do not run keep their statistics; after an error all of them do.
+    BatchNorm classes of your own must use `self.momentum`.
 
     Shuffle the samples: within a pass each BatchNorm normalizes by the batch, so that in batches of one class each the
     norms behind it see other inputs than they will in use.
     """
-    batch_norms = (module for module in modules_of(model) if isinstance(module, _BatchNorm))
-    norms = [norm for norm in batch_norms if norm.running_mean is not None]
-    pooled = {norm: _Pooled(norm) for norm in norms}
-    run = forward or (lambda x: call_model(model, x))
+    run = forward or partial(call_model, model)
     device = device_of(model)
+    norms = []
+    for module in modules_of(model):
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            norms.append(module)
+    pooled = {norm: _Pooled(norm) for norm in norms}
+
     with kept_modes(model), contextlib.ExitStack() as undo, torch.no_grad():
         model.eval()
         for norm, statistics in pooled.items():
@@ -44,14 +48,16 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None
             undo.callback(setattr, norm, "momentum", norm.momentum)
             undo.callback(norm.register_forward_hook(statistics.add).remove)
             norm.training = True  # not by train(), which people override in norms that are to stay in eval mode
-            norm.momentum = 1.0  # the running statistics are then those of this call
+            norm.momentum = 1.0  # the running statistics are then those of the current call
             statistics.begin()
+
         batch = None
         for batch in loader:
-            if size_of(batch):  # of a small last batch some ranks have no part
+            if size_of(batch):  # some ranks have no part of a small last batch
                 run(on_device(input_of(batch), device))
         if batch is None:
             raise DataError("Calibration needs at least one batch, and the loader gave none.")
+
         for statistics in pooled.values():
             statistics.accept(current())
 
@@ -61,7 +67,7 @@ class _Pooled:
 
     def __init__(self, norm: _BatchNorm) -> None:
         self.norm = norm
-        self.result = [tensor.clone() for tensor in self._running()]  # what is there at the end; now: the old ones
+        self.result = [tensor.clone() for tensor in self._running()]  # what `write` puts back; at first the old values
         self.count = 0  # numbers per channel
         self.calls = 0
         self.mean = torch.zeros_like(self.result[0], dtype=widest(self.result[0].device))
@@ -72,18 +78,22 @@ class _Pooled:
         return [tensor for tensor in tensors if tensor is not None]
 
     def begin(self) -> None:
-        """Old values stay for a forward that reads them, but for NaN, since 0 x NaN is NaN; calls count from 0."""
+        """Prepare the module's statistics for the first call.
+
+        The old values stay for a forward pass that reads them, except for NaN, since 0 x NaN is NaN; the calls count
+        from 0.
+        """
         mean, var, *counter = self._running()
         self._put([mean.nan_to_num(), var.nan_to_num(), *map(torch.zeros_like, counter)])
 
     def add(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         """Forward hook: the running statistics are now those of this call's input."""
         mean, var = (tensor.to(self.mean) for tensor in self._running()[:2])
-        more = inputs[0].numel() // inputs[0].shape[1]
-        total = self.count + more
+        count = inputs[0].numel() // inputs[0].shape[1]
+        total = self.count + count
         gap = mean - self.mean
-        self.mean += gap * (more / total)
-        self.squares += var * (more - 1) + gap.square() * (self.count * more / total)
+        self.mean += gap * (count / total)
+        self.squares += var * (count - 1) + gap.square() * (self.count * count / total)
         self.count = total
         self.calls += 1
 
@@ -94,7 +104,8 @@ class _Pooled:
             total = sum_values(count, world)
             mean = sum_values(self.mean * count, world) / total
             self.squares = sum_values(self.squares + count * (self.mean - mean).square(), world)
-            self.mean, self.count = mean, int(total)
+            self.mean = mean
+            self.count = int(total)
         if self.count:
             values = [self.mean, self.squares / max(self.count - 1, 1), torch.tensor(self.calls)]
             self.result = [value.to(old) for value, old in zip(values, self.result, strict=False)]

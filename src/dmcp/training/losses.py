@@ -36,9 +36,9 @@ class WholeMetric(Protocol):
 
 
 Metric = MeanMetric | WholeMetric
-Pairs = Iterable[tuple[Any, Any]]  # outputs and their batches
+Outputs = Iterable[tuple[Any, Any]]  # outputs with their batches
 _METHODS = ("reset", "update", "compute")
-_IGNORED = -100  # labels that cross-entropy leaves out
+_IGNORED_LABEL = -100  # cross-entropy leaves it out
 
 
 class DistillationWarning(UserWarning):
@@ -46,61 +46,72 @@ class DistillationWarning(UserWarning):
 
 
 class MetricWarning(UserWarning):
-    """A metric that is no number."""
+    """A metric that is not a number."""
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """A warning at the user's line that leads here."""
-    frame, level = sys._getframe(), 1
+    """Warn at the line of the user's code that led here."""
+    frame = sys._getframe()
+    level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "dmcp":
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warnings.warn(text, category, stacklevel=level)
 
 
-def warn_of_distillation(loss: Loss | None, who: str, remedy: str) -> None:
+def warn_of_distillation(loss: Loss | None, learner: str, remedy: str) -> None:
     """Warn, once for all ranks, that outputs are taken for class scores though the loss is the user's own."""
     if loss is not None and current().first:
-        warn(f"{who} outputs as class scores along dim 1: if they are something else, {remedy}.", DistillationWarning)
+        text = f"{learner} outputs as class scores along dim 1. If they are something else, {remedy}."
+        warn(text, DistillationWarning)
 
 
 # losses
 
 
 def classification_loss(label_smoothing: float = 0.0) -> Loss:
-    """Cross-entropy of the classes along dim 1, `label_smoothing` of the target spread over all of them."""
+    """Cross-entropy of the classes along dim 1; `label_smoothing` of the target is spread over all of them."""
 
     def loss(output: Any, batch: Any) -> Tensor:
-        scores, labels = _classes(output, batch)
+        scores, labels = _scores_and_labels(output, batch)
         return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
 
     return loss
 
 
 def distillation_loss(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -> Tensor:
-    """KL divergence of the classes along dim 1 from the target's, summed over the tensors of the output.
+    """KL divergence of the classes along dim 1 from those of the target, summed over the tensors of the output.
 
-    The temperature divides the scores of both; its square keeps gradients as large.
+    The scores of both are divided by the temperature; multiplying by its square keeps gradients as large.
     """
-    own = tensors_in(output)
-    if [tensor.shape for tensor in own] != [tensor.shape for tensor in target] or any(
-        tensor.ndim < 2 or tensor.shape[1] < 2 or not tensor.is_floating_point() for tensor in own
-    ):
-        shapes = " and ".join(str([tuple(tensor.shape) for tensor in part]) for part in (own, target))
-        needs = f"Distillation needs the same classes along dim 1 of all outputs, not {shapes}"
-        raise TrainingError(f"{needs}: set distill=False in the SearchConfig, and leave the teacher out.")
-    parts = []
-    for mine, wanted in zip(own, target, strict=True):
-        goal = F.log_softmax(wanted.float() / temperature, dim=1)
-        parts.append((goal.exp() * (goal - F.log_softmax(mine.float() / temperature, dim=1))).sum(dim=1).mean())
-    return temperature**2 * torch.stack(parts).sum()
+    tensors = tensors_in(output)
+    _check_same_classes(tensors, target)
+    losses = []
+    for student, teacher in zip(tensors, target, strict=True):
+        log_target = F.log_softmax(teacher.float() / temperature, dim=1)
+        log_output = F.log_softmax(student.float() / temperature, dim=1)
+        divergence = (log_target.exp() * (log_target - log_output)).sum(dim=1)
+        losses.append(divergence.mean())
+    return temperature**2 * torch.stack(losses).sum()
+
+
+def _check_same_classes(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    target_shapes = [tuple(tensor.shape) for tensor in target]
+    have_classes = all(tensor.ndim >= 2 and tensor.shape[1] >= 2 and tensor.is_floating_point() for tensor in tensors)
+    if shapes != target_shapes or not have_classes:
+        raise TrainingError(
+            f"Distillation needs the same classes along dim 1 of all outputs, not {shapes} and {target_shapes}: "
+            "set distill=False in the SearchConfig, and leave the teacher out."
+        )
 
 
 def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
-    """What a loss gives, if it can be trained on."""
-    with _noted("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
+    """Call the loss; TrainingError unless it returns a number that can be trained on."""
+    with _noting_call("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
         value = loss(output, batch)
-    usable = isinstance(value, Tensor) and not value.ndim and not value.is_complex()
-    if not usable or (torch.is_grad_enabled() and not value.requires_grad):
+    is_number = isinstance(value, Tensor) and not value.ndim and not value.is_complex()
+    if not is_number or (torch.is_grad_enabled() and not value.requires_grad):
         raise TrainingError(
             f"A loss must return one real number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
             "return a mean over the samples, and leave out .item(), .detach() and argmax."
@@ -111,34 +122,45 @@ def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
 # labels
 
 
-def check_fit(labels: Tensor, shape: Sequence[int]) -> None:
+def check_label_shape(labels: Tensor, shape: Sequence[int]) -> None:
     """Refuse labels that are neither class numbers nor shares of classes for scores of this shape."""
-    numbers, shares = (shape[0], *shape[2:]), tuple(shape)
-    if labels.is_complex() or labels.shape != (shares if labels.is_floating_point() else numbers):
+    shape_of_shares = tuple(shape)
+    shape_of_numbers = (shape[0], *shape[2:])
+    expected = shape_of_shares if labels.is_floating_point() else shape_of_numbers
+    if labels.is_complex() or labels.shape != expected:
         raise DataError(
-            f"The labels are {tuple(labels.shape)} of {labels.dtype}, the network gives {shares}: labels must be class "
-            f"numbers, integers of shape {numbers}, or shares, floats of shape {shares}; else give loss= and metric=."
+            f"The labels are {tuple(labels.shape)} of {labels.dtype}, but the network's scores are {shape_of_shares}: "
+            f"labels must be class numbers (integers of shape {shape_of_numbers}) or shares of the classes (floats of "
+            f"shape {shape_of_shares}). For anything else, give loss= and metric=."
         )
 
 
 def check_range(labels: Tensor, classes: int) -> None:
     """Refuse labels of classes that the network has no output for."""
-    if labels.is_floating_point() or not labels.numel():
-        return  # shares of classes
-    lowest, highest = torch.stack(labels.masked_fill(labels == _IGNORED, 0).aminmax()).tolist()  # waits once
+    if labels.is_floating_point() or not labels.numel():  # shares of classes, or none at all
+        return
+    counted = labels.masked_fill(labels == _IGNORED_LABEL, 0)
+    lowest, highest = torch.stack(counted.aminmax()).tolist()  # waits for the device once
     if lowest < 0 or highest >= classes:
-        wrong = f"A label is {lowest if lowest < 0 else highest}, but the network has {classes} outputs"
-        raise DataError(f"{wrong}: number the classes from 0, or build the network for more of them.")
+        wrong = lowest if lowest < 0 else highest
+        raise DataError(
+            f"A label is {wrong}, but the network has {classes} outputs: number the classes from 0, or build the "
+            "network for more of them."
+        )
 
 
-def _classes(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+def _scores_and_labels(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Scores with classes along dim 1, and the labels: class numbers, or shares in the shape of the scores."""
     scores = scores_of(output)
     if scores is None or scores.ndim < 2:
-        raise TrainingError("The network gives no tensor of classes along dim 1: give your own loss and metric.")
+        raise TrainingError(
+            "The network's output is not a tensor with classes along dim 1: give your own loss and metric."
+        )
     labels = labels_of(batch)
-    check_fit(labels, scores.shape)
-    return scores, labels if labels.is_floating_point() else labels.long()
+    check_label_shape(labels, scores.shape)
+    if not labels.is_floating_point():
+        labels = labels.long()
+    return scores, labels
 
 
 def scores_of(output: Any) -> Tensor | None:
@@ -146,12 +168,15 @@ def scores_of(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "out"):
-        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(found, Tensor):
-            return found
-    several = output if isinstance(output, tuple | list) else ()
-    matrices = [it for it in several if isinstance(it, Tensor) and it.ndim > 1]
-    return matrices[0] if len(matrices) == 1 else None  # features and scores look alike
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
+    if not isinstance(output, tuple | list):
+        return None
+    matrices = [part for part in output if isinstance(part, Tensor) and part.ndim > 1]
+    if len(matrices) != 1:  # features and scores look alike
+        return None
+    return matrices[0]
 
 
 # metrics
@@ -160,10 +185,10 @@ def scores_of(output: Any) -> Tensor | None:
 @checked
 @dataclass(frozen=True)
 class LowerIsBetter:
-    """A metric of which little is good, such as an error; tables and methods know."""
+    """Marks a metric as lower-is-better."""
 
     metric: Metric
-    is_loss: bool = False  # the loss of the training, as there is no other metric
+    is_loss: bool = False  # the metric is the loss of the training, for want of another one
 
     def __call__(self, output: Any, batch: Any) -> Any:
         assert callable(self.metric)
@@ -171,97 +196,108 @@ class LowerIsBetter:
 
 
 def score_by(loss: Loss, output: Any, batch: Any) -> LowerIsBetter | None:
-    """The loss as the metric, unless the labels are class numbers and the output has several classes: accuracy."""
-    with contextlib.suppress(DmcpError):
-        scores, labels = _classes(output, batch)
-        if scores.shape[1] > 1 and not labels.is_floating_point():
-            return None
+    """None where accuracy can be the metric: class numbers and several classes. Otherwise the loss is the metric."""
+    try:
+        scores, labels = _scores_and_labels(output, batch)
+    except DmcpError:
+        return LowerIsBetter(loss, is_loss=True)
+    if scores.shape[1] > 1 and not labels.is_floating_point():
+        return None
     return LowerIsBetter(loss, is_loss=True)
 
 
 def top1(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Correct answers and how many there are, of samples or of pixels, without those that the loss ignores.
+    """The number of correct answers and of all answers, for samples or pixels, without those that the loss ignores.
 
-    Scores that are NaN are no answer.
+    Scores that are NaN count as a wrong answer.
     """
-    scores, labels = _classes(output, batch)
+    scores, labels = _scores_and_labels(output, batch)
     check_range(labels, scores.shape[1])
-    found = scores.argmax(dim=1)
-    if labels.is_floating_point():  # several classes may have the largest share
-        right = labels.gather(1, found.unsqueeze(1)).squeeze(1) == labels.amax(dim=1)
+    answers = scores.argmax(dim=1)
+    if labels.is_floating_point():
+        share_of_answer = labels.gather(1, answers.unsqueeze(1)).squeeze(1)
+        right = share_of_answer == labels.amax(dim=1)  # several classes may have the largest share
         ignored = torch.zeros_like(right)
     else:
-        right, ignored = found == labels, labels == _IGNORED
-    return (right & ~scores.isnan().any(dim=1)).sum(), right.numel() - ignored.sum()
+        right = answers == labels
+        ignored = labels == _IGNORED_LABEL
+    is_nan = scores.isnan().any(dim=1)
+    return (right & ~is_nan).sum(), right.numel() - ignored.sum()
 
 
 def whole_of(metric: Any) -> WholeMetric | None:
-    """The object, if the metric is one of a whole data set; None for a function. What is neither is refused."""
+    """The object behind a metric of a whole data set; None for a function. TrainingError for anything else."""
     while isinstance(metric, LowerIsBetter):
         metric = metric.metric
-    if isinstance(metric, type) or (not callable(metric) and not all(hasattr(metric, it) for it in _METHODS)):
-        other = "an object with reset(), update(output, batch) and compute()"
-        raise TrainingError(f"metric must be a function (output, batch) -> (sum, count), or {other}, not {metric!r}.")
-    return metric if all(hasattr(metric, it) for it in _METHODS) else None
+    is_whole = all(hasattr(metric, name) for name in _METHODS)
+    if isinstance(metric, type) or not (callable(metric) or is_whole):
+        raise TrainingError(
+            "metric must be a function (output, batch) -> (sum, count), or an object with reset(), "
+            f"update(output, batch) and compute(), not {metric!r}."
+        )
+    return metric if is_whole else None
 
 
 def check_metric(metric: Metric | None, world: World) -> WholeMetric | None:
-    """The object, if the metric is one of a whole data set; refused if it would see a part of the samples only."""
+    """The same, for a metric that sees all samples: TrainingError where each rank would see a part of them."""
     whole = None if metric is None else whole_of(metric)
     if whole is not None and world.size > 1 and getattr(whole, "all_ranks", False) is not True:
         raise TrainingError(
-            f"Each of {world.size} ranks sees a part of the samples only: let compute() of the metric gather from all "
-            "ranks, as torchmetrics does, and say so by all_ranks = True in its class."
+            f"Each of {world.size} ranks sees only a part of the samples: let compute() of the metric gather from all "
+            "ranks, as torchmetrics does, and set all_ranks = True in its class."
         )
     return whole
 
 
-def measure(metric: WholeMetric, pairs: Pairs, world: World) -> float:
-    """The metric of all these outputs and batches; with several ranks its compute() gathers from all."""
+def measure(metric: WholeMetric, outputs: Outputs, world: World) -> float:
+    """The metric of all these outputs; with several ranks its compute() gathers from all of them."""
     metric.reset()
-    seen = 0
-    for output, batch in pairs:
-        seen += size_of(batch)
-        with _noted("update(output, batch) of a metric"):
+    samples = 0
+    for output, batch in outputs:
+        samples += size_of(batch)
+        with _noting_call("update(output, batch) of a metric"):
             metric.update(output, batch)
-    _refuse_none(sum_values(torch.tensor(seen), world))
-    with _noted("compute() of a metric and makes it a float"):
+    _require_samples(sum_values(torch.tensor(samples), world))
+    with _noting_call("compute() of a metric and makes it a float"):
         value = float(metric.compute())
-    if not all(math.isclose(value, it, rel_tol=1e-6) for it in gather(value, world) if not math.isnan(it)):
-        raise TrainingError("compute() of the metric gave other numbers on other ranks: it must gather from all.")
+    for value_there in gather(value, world):
+        if not math.isnan(value_there) and not math.isclose(value, value_there, rel_tol=1e-6):
+            raise TrainingError("compute() of the metric gave other numbers on other ranks: it must gather from all.")
     return value
 
 
-def mean(metric: MeanMetric, pairs: Pairs, device: torch.device, world: World) -> tuple[float, float]:
-    """The mean of the metric over the answers of all these outputs and batches, and of all ranks; their number."""
+def mean(metric: MeanMetric, outputs: Outputs, device: torch.device, world: World) -> tuple[float, float]:
+    """The mean of the metric over all answers of these outputs and of all ranks, and the number of answers."""
     total = torch.zeros(2, dtype=widest(device), device=device)
-    for output, batch in pairs:
-        with _noted("metric(output, batch) -> (sum, count), or the loss where no metric= is given"):
-            found = metric(output, batch)
+    for output, batch in outputs:
+        with _noting_call("metric(output, batch) -> (sum, count), or the loss where no metric= is given"):
+            result = metric(output, batch)
         try:
-            value, count = sum_and_count(found, batch)
-            total += torch.stack([torch.as_tensor(it, device=device).to(total) for it in (value, count)])
+            value, count = sum_and_count(result, batch)
+            total += torch.stack([torch.as_tensor(number, device=device).to(total) for number in (value, count)])
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TrainingError(f"A metric must return (sum, count) or a mean, numbers, not {found!r:.50}.") from error
+            raise TrainingError(f"A metric must return (sum, count) or a mean, numbers, not {result!r:.50}.") from error
     summed, answers = sum_values(total, world).tolist()
-    _refuse_none(answers)
+    _require_samples(answers)
     return summed / answers, answers
 
 
-def sum_and_count(found: Any, batch: Any) -> Any:
-    """What a metric gave of a batch, as a pair: a number is the mean of its samples."""
-    pair = isinstance(found, tuple | list) or getattr(found, "shape", ()) == (2,)
-    return found if pair else (found * size_of(batch), size_of(batch))
+def sum_and_count(result: Any, batch: Any) -> Any:
+    """What a metric returned for a batch, as (sum, count); a single number is the mean over its samples."""
+    is_pair = isinstance(result, tuple | list) or getattr(result, "shape", ()) == (2,)
+    if is_pair:
+        return result
+    return result * size_of(batch), size_of(batch)
 
 
-def _refuse_none(samples: float | Tensor) -> None:
+def _require_samples(samples: float | Tensor) -> None:
     if not samples:
         raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
 
 
 @contextlib.contextmanager
-def _noted(call: str) -> Iterator[None]:
-    """What a function of the user raises says how it was called."""
+def _noting_call(call: str) -> Iterator[None]:
+    """Add the call's arguments to exceptions raised by user functions."""
     try:
         yield
     except DmcpError:

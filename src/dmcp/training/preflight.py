@@ -26,7 +26,15 @@ from dmcp.runtime.distributed import current
 from dmcp.tracing.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.tracing.trace import wrong_dtype
 from dmcp.training.loop import Task, check_trainable, evaluate
-from dmcp.training.losses import Metric, check_fit, check_metric, check_range, distillation_loss, score_by, scores_of
+from dmcp.training.losses import (
+    Metric,
+    check_label_shape,
+    check_metric,
+    check_range,
+    distillation_loss,
+    score_by,
+    scores_of,
+)
 from dmcp.training.optimizer import make_optimizer, parameter_groups
 from dmcp.units import by
 
@@ -139,7 +147,7 @@ def _check_labels(model: nn.Module, example: Any, batch: Any) -> None:
     scores = scores_of(_output(unwrap(model), first_two(example), train=True))
     labels = labels_of(batch)
     if scores is not None and scores.ndim >= 2:
-        check_fit(labels, (size_of((example,)), *scores.shape[1:]))
+        check_label_shape(labels, (size_of((example,)), *scores.shape[1:]))
         check_range(labels, scores.shape[1])
 
 
