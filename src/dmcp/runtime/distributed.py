@@ -1,4 +1,4 @@
-"""Several processes, one training (torch.distributed under torchrun)."""
+"""One training in several processes (torch.distributed under torchrun)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dmcp.errors import RankError
 
 @dataclass(frozen=True)
 class World:
-    """Which of the processes this one is: rank of all, size of the group, local rank and number of the GPU."""
+    """Which of the processes this one is."""
 
     rank: int = 0
-    size: int = 1
-    local: int = 0
+    size: int = 1  # of the process group
+    local: int = 0  # rank on this machine, and number of the GPU
 
     @property
     def first(self) -> bool:
@@ -48,7 +48,7 @@ def join(device: str = "") -> World:
 
 
 def current() -> World:
-    """The place of this process in its process group, if there is one."""
+    """The rank of this process in its process group, if there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return SINGLE_PROCESS
     rank = dist.get_rank()
@@ -56,7 +56,7 @@ def current() -> World:
 
 
 def leave() -> None:
-    """Destroy the process group if `join` has made it."""
+    """Destroy the process group if `join` has created it."""
     global _joined
     if _joined and dist.is_initialized():
         dist.destroy_process_group()
@@ -68,14 +68,20 @@ def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> 
     """Turn gradients, which are means over the samples of this rank, into means over those of all ranks."""
     if world.size == 1:
         return
-    for grads in _alike(parameter.grad for parameter in parameters if parameter.grad is not None):
-        # half precision would lose the small summands
-        dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-        flat = torch.cat([*(grad.reshape(-1).to(dtype) for grad in grads), grads[0].new_ones(1, dtype=dtype)])
-        # the mean of no samples is not a number, and must not count
-        flat = flat.mul_(samples) if samples else flat.zero_()
-        _run(dist.all_reduce, flat, world)
-        torch._foreach_copy_(grads, _unflatten_dense_tensors(flat[:-1].div_(flat[-1]), grads))  # type: ignore[no-untyped-call]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for group in _grouped(gradients):
+        # Half precision would lose the small summands.
+        dtype = torch.float64 if group[0].dtype == torch.float64 else torch.float32
+        flat = [gradient.reshape(-1).to(dtype) for gradient in group]
+        one = group[0].new_ones(1, dtype=dtype)  # becomes the number of samples of all ranks
+        sums = torch.cat([*flat, one])
+        if samples:
+            sums.mul_(samples)
+        else:
+            sums.zero_()  # the mean of no samples is not a number, and must not count
+        _run(dist.all_reduce, sums, world)
+        means = sums[:-1].div_(sums[-1])
+        torch._foreach_copy_(group, _unflatten_dense_tensors(means, group))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -85,9 +91,10 @@ def mean_values(values: Tensor, samples: Tensor | int, world: World) -> Tensor:
         return values.detach()
     wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     weights = torch.zeros_like(wide) + samples
-    both = torch.stack([torch.where(weights > 0, wide * weights, 0), weights])
-    _run(dist.all_reduce, both, world)
-    return (both[0] / both[1]).to(values.dtype)
+    weighted = torch.where(weights > 0, wide * weights, 0)
+    sums = torch.stack([weighted, weights])
+    _run(dist.all_reduce, sums, world)
+    return (sums[0] / sums[1]).to(values.dtype)
 
 
 @torch.no_grad()
@@ -101,48 +108,54 @@ def sum_values(values: Tensor, world: World) -> Tensor:
 
 @torch.no_grad()
 def share_tensors(tensors: Sequence[Tensor], world: World) -> None:
-    """Overwrite the tensors with those of rank 0; one broadcast per dtype and device."""
+    """Overwrite the tensors with those of rank 0, in one broadcast for each dtype and device."""
     if world.size == 1:
         return
-    for same in _alike(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        # bytes, since backends do not know every dtype
-        _run(lambda tensor: dist.broadcast(tensor, src=0), flat.view(torch.uint8), world)
-        torch._foreach_copy_(same, _unflatten_dense_tensors(flat, same))  # type: ignore[no-untyped-call]
+    for group in _grouped(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        data = flat.view(torch.uint8)  # bytes, since backends do not know every dtype
+        _run(lambda tensor: dist.broadcast(tensor, src=0), data, world)
+        torch._foreach_copy_(group, _unflatten_dense_tensors(flat, group))  # type: ignore[no-untyped-call]
 
 
 def gather(value: Any, world: World) -> list[Any]:
     """The values of all ranks."""
     everyone = [value] * world.size
     if world.size > 1:
-        with _losing_others(world):
+        with _reporting_lost_ranks(world):
             dist.all_gather_object(everyone, value)
     return everyone
 
 
 @contextlib.contextmanager
-def _losing_others(world: World) -> Iterator[None]:
-    """RankError if another rank has ended."""
+def _reporting_lost_ranks(world: World) -> Iterator[None]:
+    """Raise RankError if another rank has ended."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        who = f"Rank {world.rank} of {world.size} lost the others"
-        raise RankError(f"{who} ({_reason(error)}): resume the run, it goes on from its last checkpoint.") from error
+        raise RankError(
+            f"Rank {world.rank} of {world.size} lost the others ({_reason(error)}): resume the run from its last "
+            "checkpoint."
+        ) from error
 
 
 def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) -> None:
     """Run a collective on a tensor, in place."""
-    carriers = [one.split(":")[0] for one in dist.get_backend_config().split(",")]
-    there = tensor if tensor.device.type in carriers else tensor.to(carriers[0])
-    with _losing_others(world):
-        operation(there)
-    if there is not tensor:
-        tensor.copy_(there)
+    devices = [backend.split(":")[0] for backend in dist.get_backend_config().split(",")]
+    if tensor.device.type in devices:
+        with _reporting_lost_ranks(world):
+            operation(tensor)
+        return
+    moved = tensor.to(devices[0])  # no backend for the device of the tensor
+    with _reporting_lost_ranks(world):
+        operation(moved)
+    tensor.copy_(moved)
 
 
-def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors that are not empty, grouped by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -152,11 +165,16 @@ def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def _choose_backend(device: str, local: int) -> str:
     """NCCL on GPUs, one of which this rank then uses; gloo otherwise."""
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    if not (device.startswith("cuda") if device else torch.cuda.is_available() and not cpu):
+    if device:
+        on_gpus = device.startswith("cuda")
+    else:
+        forced_to_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+        on_gpus = torch.cuda.is_available() and not forced_to_cpu
+    if not on_gpus:
         return "gloo"
-    if local >= (gpus := torch.cuda.device_count()):
-        raise RankError(f"There are {gpus} GPUs, but local rank {local}: start one process per GPU, or on the cpu.")
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise RankError(f"There are {count} GPUs, but local rank {local}: start one process per GPU, or on the cpu.")
     torch.cuda.set_device(local)
     return "cpu:gloo,cuda:nccl"
 
