@@ -1,9 +1,9 @@
 """Loops that can be stopped anywhere and resumed, bit for bit.
 
-What is saved (`State`): weights, alphas, buffers, the state of optimizers and of all random generators, and for each
-loader (`ResumableIterator`) its step and the random state at the start of the epoch. When (`Checkpointer`): every so
-many steps or seconds, when a stop is requested, and at the end. Where: one safetensors file for each stage of a run. A
-loader is brought back by drawing the batches of the epoch again.
+`State` is what is saved: weights, alphas, buffers, the state of optimizers and of all random generators, and for each
+loader (`ResumableIterator`) the random state at the start of its epoch. `Checkpointer` says when it is saved: every so
+many steps or seconds, when a stop is requested, and at the end. Each stage of a run has one safetensors file. A loader
+is brought back by drawing the batches of its epoch again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import time
@@ -37,8 +38,8 @@ from dmcp.runtime.io import plain, quote, read_bytes, refuse_link, write_files
 
 DONE = "done"  # whether the loop of a checkpoint was at its end
 _FILE = "checkpoint.safetensors"
-_MAX_BYTES = 2**36  # of a checkpoint
-_TURN = 10  # steps after which several ranks agree whether to save
+_MAX_BYTES = 2**36  # size of a checkpoint
+_STEPS_BETWEEN_VOTES = 10  # after which several ranks agree whether to save
 _WEIGHTS = "the model's weights (build an untrained model after the same torch.manual_seed)"
 
 
@@ -55,7 +56,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint in the place of the one before."""
+    """Write a checkpoint; it replaces the one before."""
     tensors = {name: _copy(tensor) for name, tensor in checkpoint.tensors.items()}
     checksum = hashlib.sha256(_body(safetensors.torch.save(tensors))).hexdigest()
     record = json.dumps({"step": checkpoint.step, "facts": checkpoint.facts, "sha256": checksum})
@@ -66,7 +67,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint of a folder, None if there is none."""
+    """The checkpoint of a folder; None if there is none."""
     refuse_link(folder)
     path = folder / _FILE
     if not os.path.lexists(path):
@@ -79,7 +80,7 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
             raise ValueError("its checksum is not that of its tensors")
         return Checkpoint(int(record["step"]), safetensors.torch.load(data), dict(record["facts"]))
     except Exception as error:  # safetensors and torch raise many classes for a header that makes no sense
-        raise FileError(f"{path} is damaged ({quote(error)}): remove it to start this stage anew.") from error
+        raise FileError(f"{path} is damaged ({quote(error)}): remove it to start this stage again.") from error
 
 
 def _body(data: bytes) -> memoryview:
@@ -96,23 +97,30 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def random_state(device: torch.device, generators: Sequence[torch.Generator] = ()) -> dict[str, Tensor]:
-    """The global generators of torch, those of Python and NumPy as the bytes of a JSON text, and others of torch."""
+    """The state of the global generators of torch, Python and NumPy, and of other generators of torch.
+
+    The states of Python and NumPy are the bytes of a JSON text.
+    """
     host = json.dumps([random.getstate(), np.random.get_state(legacy=False)], default=lambda array: array.tolist())
-    return {
+    state = {
         "torch": torch.get_rng_state(),
         "host": torch.frombuffer(bytearray(host.encode()), dtype=torch.uint8),
-        **({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
-        **{f"generator{number}": generator.get_state() for number, generator in enumerate(generators)},
     }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    for number, generator in enumerate(generators):
+        state[f"generator{number}"] = generator.get_state()
+    return state
 
 
 def set_random_state(
     state: Mapping[str, Tensor], device: torch.device, generators: Sequence[torch.Generator] = ()
 ) -> None:
     """Set the global generators, and others, to a state."""
-    (version, words, gauss), numbers = json.loads(state["host"].numpy().tobytes())
+    python_state, numpy_state = json.loads(state["host"].numpy().tobytes())
+    version, words, gauss = python_state
     random.setstate((version, tuple(words), gauss))
-    np.random.set_state(numbers)
+    np.random.set_state(numpy_state)
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -122,21 +130,21 @@ def set_random_state(
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device, world: World) -> Iterator[None]:
-    """Torch's global generators (dropout, loaders) with a seed, another one for each rank; afterwards as before."""
-    own = mix(seed, world.rank) if world.rank else seed
+    """While entered, torch's global generators (dropout, loaders) have a seed, another one for each rank."""
+    rank_seed = mix(seed, world.rank) if world.rank else seed
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(own)
+        torch.default_generator.manual_seed(rank_seed)
         if device.type == "cuda":
             with torch.cuda.device(device):  # not all GPUs: only this one is put back
-                torch.cuda.manual_seed(own)
+                torch.cuda.manual_seed(rank_seed)
         yield
 
 
 @contextlib.contextmanager
 def untouched(loader: Any, device: torch.device) -> Iterator[None]:
-    """Batches that are drawn meanwhile change no random state and no living worker of a loader."""
+    """While entered, drawing batches of the loader changes no random state and no worker that it has kept alive."""
     state = random_state(device, generators_of(loader))
-    workers = getattr(loader, "_iterator", None)  # their random numbers are out of reach: take others
+    workers = getattr(loader, "_iterator", None)  # their random state is out of reach: new workers are used meanwhile
     if isinstance(loader, DataLoader):
         loader._iterator = None
     try:
@@ -153,53 +161,62 @@ def untouched(loader: Any, device: torch.device) -> Iterator[None]:
 class ResumableIterator:
     """Gives the batches of one step after the other, epoch after epoch, on the device; can be resumed at any step."""
 
-    def __init__(self, loader: Loader, resolved: ResolvedEngine, world: World, accumulate: int = 1) -> None:
-        self.loader, self.resolved, self.accumulate = loader, resolved, accumulate
+    def __init__(self, loader: Loader, engine: ResolvedEngine, world: World, accumulate: int = 1) -> None:
+        self.loader = loader
+        self.engine = engine
+        self.accumulate = accumulate  # batches of a step
         self.batches = min(gather(length_of(loader), world))  # in an epoch; loaders of some ranks may have more
         if not self.batches:
             raise DataError("The loader has no batches: is the batch larger than the data?")
-        self.per_epoch = -(-self.batches // accumulate)  # steps
+        self.per_epoch = math.ceil(self.batches / accumulate)  # steps
         self.step = 0  # the next one
         self.start: dict[str, Tensor] = {}  # random state at the start of the epoch
-        self._rest: Iterator[Any] = iter(())
+        self._rest: Iterator[Any] = iter(())  # of the epoch
 
     def next(self) -> list[Any]:
         """The batches of the next step; the last one of an epoch may have fewer."""
-        if self.step % self.per_epoch == 0:
+        step_in_epoch = self.step % self.per_epoch
+        if step_in_epoch == 0:
             self._open(0)
-        place = self.step % self.per_epoch
-        wanted = min(self.accumulate, self.batches - place * self.accumulate)
-        chunk = list(itertools.islice(self._rest, wanted))
-        if len(chunk) < wanted:
-            count = place * self.accumulate + len(chunk)
-            raise DataError(f"The loader says that it has {self.batches} batches, but gave {count}.")
+        drawn = step_in_epoch * self.accumulate
+        count = min(self.accumulate, self.batches - drawn)
+        batches = list(itertools.islice(self._rest, count))
+        if len(batches) < count:
+            raise DataError(f"The loader says that it has {self.batches} batches, but gave {drawn + len(batches)}.")
         self.step += 1
-        return [self.resolved.laid_out(on_device(batch, self.resolved.device)) for batch in chunk]
+        return [self.engine.laid_out(on_device(batch, self.engine.device)) for batch in batches]
 
     def samples(self, batches: Sequence[Any], world: World) -> int:
-        """In the batches of one step, over all ranks."""
+        """The number of samples in the batches of one step, over all ranks."""
         return int(sum_values(torch.tensor([sum(map(size_of, batches))]), world))
 
     def resume(self, step: int, start: Mapping[str, Tensor]) -> None:
         """Go to a step: draw what came before it in its epoch once more, from the random state of the epoch's start."""
         self.step = step
         if step % self.per_epoch:
-            set_random_state(start, self.resolved.device, generators_of(self.loader))
+            set_random_state(start, self.engine.device, generators_of(self.loader))
             self._open(step % self.per_epoch)
         elif step:  # the loader is still in the epoch that has ended
             start_epoch(self.loader, step // self.per_epoch - 1)
 
-    def _open(self, place: int) -> None:
-        self.start = random_state(self.resolved.device, generators_of(self.loader))
-        self._rest = batches_from(self.loader, self.step // self.per_epoch, place * self.accumulate)
+    def _open(self, step_in_epoch: int) -> None:
+        """Begin an epoch at one of its steps."""
+        self.start = random_state(self.engine.device, generators_of(self.loader))
+        epoch = self.step // self.per_epoch
+        self._rest = batches_from(self.loader, epoch, step_in_epoch * self.accumulate)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """Generators that a loader or its samplers were given, each once."""
-    sampler, batches = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
-    owners = (loader, sampler, batches, getattr(batches, "sampler", None))
-    found = {id(it): it for owner in owners if isinstance(it := getattr(owner, "generator", None), torch.Generator)}
-    return list(found.values())
+    """The generators that a loader or its samplers were given, each once."""
+    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner_sampler = getattr(batch_sampler, "sampler", None)
+    generators: list[torch.Generator] = []
+    for owner in (loader, sampler, batch_sampler, inner_sampler):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is other for other in generators):
+            generators.append(generator)
+    return generators
 
 
 # the state of a loop
@@ -217,75 +234,100 @@ class State:
     device: torch.device
 
     def collect(self, world: World) -> dict[str, Tensor] | None:
-        """All of it on the CPU, of all ranks, by name; None for other ranks than the first."""
-        states = [optimizer_state(optimizer) for optimizer in self.optimizers]  # on every rank: all raise the same
-        own = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.buffers().items()}
-        own |= {f"now/{name}": tensor for name, tensor in random_state(self.device, self._generators()).items()}
-        for number, batches in enumerate(self.iterators):
-            own |= {f"start/{number}/{name}": tensor for name, tensor in batches.start.items()}
-        everyone = gather(own, world)
+        """The state of all ranks on the CPU, by name; None on other ranks than the first."""
+        optimizer_states = [optimizer_state(optimizer) for optimizer in self.optimizers]  # all ranks raise the same
+        everyone = gather(self._of_this_rank(), world)
         if not world.first:
             return None
-        found = {f"shared/{name}": tensor.detach().cpu() for name, tensor in self.shared.items()}
-        for number, state in enumerate(states):
-            found |= {f"optimizer/{number}/{name}": tensor for name, tensor in state.items()}
+
+        collected = {f"shared/{name}": tensor.detach().cpu() for name, tensor in self.shared.items()}
+        for number, state in enumerate(optimizer_states):
+            for name, tensor in state.items():
+                collected[f"optimizer/{number}/{name}"] = tensor
         for rank, tensors in enumerate(everyone):
-            found |= {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
-        return found
+            for name, tensor in tensors.items():
+                collected[f"rank{rank}/{name}"] = tensor
+        return collected
+
+    def _of_this_rank(self) -> dict[str, Tensor]:
+        """What each rank has for itself: buffers, random state, and the start of the epoch of each iterator."""
+        tensors = {f"own/{name}": tensor.detach().cpu() for name, tensor in self.buffers().items()}
+        for name, tensor in random_state(self.device, self._generators()).items():
+            tensors[f"now/{name}"] = tensor
+        for number, iterator in enumerate(self.iterators):
+            for name, tensor in iterator.start.items():
+                tensors[f"start/{number}/{name}"] = tensor
+        return tensors
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Tensor], steps: Sequence[int], world: World) -> None:
         """Set everything to what was collected, each iterator to its step; FileError if it is of another network."""
-        mine = _under(f"rank{world.rank}/", saved)
-        pairs = [(self.shared, _under("shared/", saved)), (self.buffers(), _under("own/", mine))]
-        states = [(it, _under(f"optimizer/{number}/", saved)) for number, it in enumerate(self.optimizers)]
-        for now, before in pairs:  # all checks come before the first write
-            shapes, others = ({name: tuple(it.shape) for name, it in table.items()} for table in (now, before))
-            if differences := list(_differences(others, shapes)):
+        of_this_rank = _under(f"rank{world.rank}/", saved)
+        tables = [(self.shared, _under("shared/", saved)), (self.buffers(), _under("own/", of_this_rank))]
+        optimizer_states = []
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer_states.append((optimizer, _under(f"optimizer/{number}/", saved)))
+
+        # All checks come before the first write.
+        for current, before in tables:
+            differences = list(_differences(_shapes(before), _shapes(current)))
+            if differences:
                 raise FileError(f"This checkpoint is of another network: {differences[0]}.")
-        for optimizer, state in states:
+        for optimizer, state in optimizer_states:
             if {path.split("/")[0] for path in state} != {type(optimizer).__name__}:
                 raise FileError("This checkpoint is of another optimizer: give the one that it began with.")
-        for now, before in pairs:
-            for name, tensor in now.items():
+
+        for current, before in tables:
+            for name, tensor in current.items():
                 tensor.copy_(before[name])
-        for optimizer, state in states:
+        for optimizer, state in optimizer_states:
             set_optimizer_state(optimizer, state)
-        for number, (batches, step) in enumerate(zip(self.iterators, steps, strict=True)):
-            batches.resume(step, _under(f"start/{number}/", mine))
-        set_random_state(_under("now/", mine), self.device, self._generators())
+        for number, (iterator, step) in enumerate(zip(self.iterators, steps, strict=True)):
+            iterator.resume(step, _under(f"start/{number}/", of_this_rank))
+        set_random_state(_under("now/", of_this_rank), self.device, self._generators())
 
     def _generators(self) -> list[torch.Generator]:
-        return [*self.generators, *(it for batches in self.iterators for it in generators_of(batches.loader))]
+        generators = list(self.generators)
+        for iterator in self.iterators:
+            generators += generators_of(iterator.loader)
+        return generators
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-# optimizers: names are class/state or groups/number/where it is/key
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+# optimizers: names are class/state or groups/number/device, host or number/key
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """What an optimizer holds of parameters and groups, as tensors; refused if it is more than those and numbers."""
-    name, found = type(optimizer).__name__, dict[str, Tensor]()
+    """What an optimizer holds of its parameters and groups, as tensors; refused if that is more than numbers."""
+    kind = type(optimizer).__name__
+    tensors: dict[str, Tensor] = {}
     for part, owners in _owners(optimizer).items():
         for number, (values, parameter) in enumerate(owners):
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     where = "device" if value.device == parameter.device else "host"
-                    found[f"{name}/{part}/{number}/{where}/{key}"] = value.detach().cpu()
+                    tensors[f"{kind}/{part}/{number}/{where}/{key}"] = value.detach().cpu()
                 elif isinstance(value, int | float):
                     dtype = torch.float64 if isinstance(value, float) else None
-                    found[f"{name}/{part}/{number}/number/{key}"] = torch.tensor(value, dtype=dtype)
+                    tensors[f"{kind}/{part}/{number}/number/{key}"] = torch.tensor(value, dtype=dtype)
                 elif value is not None and part == "state":
-                    raise TrainingError(f"The {name} has a {key} in its state that cannot be saved: take another one.")
-    return found
+                    raise TrainingError(
+                        f"The state of {kind} holds a {key} that cannot be saved: use another optimizer."
+                    )
+    return tensors
 
 
 @torch.no_grad()
 def set_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Set a new optimizer to a state that was saved; tensors that it has already are written in place."""
+    """Set a new optimizer to a saved state; tensors that it has already are written in place."""
     owners = _owners(optimizer)
     for path, value in saved.items():
         _, part, number, where, key = path.split("/", 4)
@@ -303,12 +345,9 @@ def set_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Tensor]) -> No
 
 
 def _owners(optimizer: Optimizer) -> dict[str, list[tuple[dict[str, Any], Tensor]]]:
-    """What each parameter and each group has, with a parameter that is where its tensors are.
-
-    By get, since some optimizers take an empty state for one that has begun.
-    """
+    """What the optimizer holds of each parameter and of each group, with a parameter on the device of its tensors."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {
+    return {  # get, since some optimizers take an empty state for one that has begun
         "state": [(optimizer.state.get(parameter, {}), parameter) for parameter in parameters],
         "groups": [(group, parameters[0]) for group in optimizer.param_groups],
     }
@@ -320,17 +359,17 @@ def _owners(optimizer: Optimizer) -> dict[str, list[tuple[dict[str, Any], Tensor
 @checked
 @dataclass(eq=False)
 class Checkpointer:
-    """Saves the state of a loop in a folder now and then, and brings a new loop to where an old one was."""
+    """Saves the state of a loop in a folder now and then, and brings a new process to where an old one was."""
 
     folder: Path
-    identity: Mapping[str, Any] = field(default_factory=dict)  # settings that must stay the same; prune has a default
+    identity: Mapping[str, Any] = field(default_factory=dict)  # settings that must not change; prune has a default
     every_steps: PositiveInt = 1000
     every_seconds: Annotated[float, Range(0)] = 300.0
     stop_requested: Callable[[], bool] = bool
-    lines: Callable[[], int] = int  # lines in the log of the run
-    earlier: Callable[[str], list[dict[str, Any]]] = lambda stage: []  # records of a stage in that log
-    name: str = ""  # of the stage
-    _step: int = 0  # of the last checkpoint
+    lines: Callable[[], int] = int  # counts the lines in the log of the run
+    earlier: Callable[[str], list[dict[str, Any]]] = lambda stage: []  # reads the records of a stage from that log
+    name: str = ""  # name of the stage
+    _step: int = 0  # step and time of the last checkpoint
     _time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -338,52 +377,58 @@ class Checkpointer:
 
     def stage(self, name: str) -> Checkpointer:
         """The checkpointer of one stage of a run, in a folder of its own."""
-        return replace(self, name=name, folder=self.folder / name.replace(" ", "-"), _step=0, _time=time.monotonic())
+        folder = self.folder / name.replace(" ", "-")
+        return replace(self, name=name, folder=folder, _step=0, _time=time.monotonic())
 
     def load(self, world: World) -> Checkpoint | None:
-        """The newest checkpoint, if there is one, checked."""
-        found = load_checkpoint(self.folder)
-        if len({*gather(found and found.step, world)}) > 1:
+        """The last checkpoint after a check of its settings; None if there is none."""
+        checkpoint = load_checkpoint(self.folder)
+        steps = gather(checkpoint and checkpoint.step, world)
+        if len(set(steps)) > 1:
             raise RankError(f"{self.folder}: ranks see different checkpoints: give a folder that all of them share.")
-        if found is None:
+        if checkpoint is None:
             return None
-        self._step = found.step
-        self.check(found.facts, world)
-        return found
+        self._step = checkpoint.step
+        self.check(checkpoint.facts, world)
+        return checkpoint
 
     def check(self, facts: Mapping[str, Any], world: World) -> None:
-        """FileError for a checkpoint that was made with other settings."""
-        if differences := list(_differences(facts.get("identity"), self._identity(world))):
-            raise FileError(f"{self.folder}: it cannot go on with other settings: {plain('; '.join(differences))}.")
+        """Raise FileError for a checkpoint that was made with other settings."""
+        differences = list(_differences(facts.get("identity"), self._identity(world)))
+        if differences:
+            text = plain("; ".join(differences))
+            raise FileError(f"{self.folder}: a run can only be resumed with the same settings: {text}.")
 
     def due(self, step: int, world: World) -> bool:
         """Whether to save after so many steps; several ranks ask each other now and then."""
-        if world.size > 1 and step % _TURN:
+        if world.size > 1 and step % _STEPS_BETWEEN_VOTES:
             return False
-        late = time.monotonic() - self._time >= self.every_seconds
-        return any(gather(late or step - self._step >= self.every_steps or self.stop_requested(), world))
+        due_by_time = time.monotonic() - self._time >= self.every_seconds
+        due_by_steps = step - self._step >= self.every_steps
+        return any(gather(due_by_time or due_by_steps or self.stop_requested(), world))
 
     def save(self, step: int, state: State, facts: Mapping[str, Any], world: World) -> None:
-        """Save the state after so many steps; StoppedError if a stop was requested."""
+        """Save the state after so many steps; raise StoppedError if a stop was requested."""
         tensors = state.collect(world)
         if tensors is not None:
-            known = {"identity": self._identity(world), "lines": self.lines(), DONE: False}
-            save_checkpoint(self.folder, Checkpoint(step, tensors, known | dict(facts)))
-        self._step, self._time = step, time.monotonic()
+            facts_of_run = {"identity": self._identity(world), "lines": self.lines(), DONE: False}
+            save_checkpoint(self.folder, Checkpoint(step, tensors, facts_of_run | dict(facts)))
+        self._step = step
+        self._time = time.monotonic()
         if any(gather(self.stop_requested(), world)) and not facts.get(DONE):
-            raise StoppedError(f"Stopped after step {step}, as asked; everything up to here is saved.")
+            raise StoppedError(f"Stopped after step {step}, as requested; everything up to here is saved.")
 
     def stop_if_requested(self, world: World) -> None:
-        """StoppedError if a stop was requested, in a loop that saves nothing and begins anew when the run goes on."""
+        """Raise StoppedError if a stop was requested, in a loop that saves nothing and starts again on resume."""
         if any(gather(self.stop_requested(), world)):
-            raise StoppedError("Stopped, as asked; everything before the choice of widths is saved.")
+            raise StoppedError("Stopped, as requested; everything before the choice of widths is saved.")
 
     def _identity(self, world: World) -> Any:
         return json.loads(json.dumps(dict(self.identity) | {"world_size": world.size}))
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """What is not the same, as `name was 3, is 4`."""
+    """The entries that differ, each as `name was 3, is 4`."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
@@ -392,18 +437,26 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
 
 
 def plain_settings(
-    given: Mapping[str, Any], weights: Mapping[str, Tensor], world: World, teacher: Mapping[str, Tensor] | None = None
+    settings: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    world: World,
+    teacher: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """The settings of a run as plain JSON, with digests of the weights that it starts from: an identity."""
-    free = {"log_every": None}  # it changes no result
-    flat = {name: {**vars(value), **free} if is_dataclass(value) else value for name, value in given.items()}
-    flat[_WEIGHTS] = digest(weights, world)
-    flat["the teacher's weights"] = None if teacher is None else digest(teacher, world)
+    """The identity of a run: its settings as plain JSON, with digests of the weights that it starts from."""
+    identity: dict[str, Any] = {}
+    for name, value in settings.items():
+        if is_dataclass(value):
+            identity[name] = {**vars(value), "log_every": None}  # which changes no result
+        else:
+            identity[name] = value
+    identity[_WEIGHTS] = digest(weights, world)
+    identity["the teacher's weights"] = None if teacher is None else digest(teacher, world)
+    return json.loads(json.dumps(identity, default=_as_json))  # type: ignore[no-any-return]
 
-    def text(value: Any) -> Any:
-        return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))  # a budget has a text
 
-    return json.loads(json.dumps(flat, default=text))  # type: ignore[no-any-return]
+def _as_json(value: Any) -> Any:
+    """What JSON has no type for: a mapping as a dict, a budget as its text."""
+    return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))
 
 
 def digest_of_loader(loader: Any, world: World) -> str | None:
@@ -425,8 +478,8 @@ def digest_of_loader(loader: Any, world: World) -> str | None:
         if tensor.layout == torch.strided:
             hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             hashed.update(_copy(tensor).reshape(-1).view(torch.uint8).numpy().data)
-    parts = gather(hashed.hexdigest()[:16] if tensors else None, world)
-    return " ".join(parts) if all(parts) else None
+    digests = gather(hashed.hexdigest()[:16] if tensors else None, world)
+    return " ".join(digests) if all(digests) else None
 
 
 def digest(tensors: Mapping[str, Tensor], world: World) -> str:
