@@ -30,7 +30,7 @@ def cut(
 
     by: which channels are kept. "first" is for supernets, whose first channels are the important ones; "l1" and "l2"
     keep those with the largest filters, for a model that was trained as it is. A mapping may give a list of kept
-    indices instead of a number; spaces that it does not name stay full. The cut network is replayed, and a CutError
+    indices instead of a number; spaces that it does not name stay full. The cut network is replayed, and a CutError is
     raised where it does not do what the graph says.
     """
     model = unwrap(model)
