@@ -192,8 +192,8 @@ def test_a_network_in_the_mode_computes_what_it_does_without(monkeypatch: pytest
 
 def test_the_engine_knows_what_the_kernels_take() -> None:
     """It must not import them to say which networks are suited: there may be no Triton."""
-    assert engine._NARROW == convolution.MOST_CHANNELS
-    for size in engine._KERNELS:
+    assert engine._MOST_CHANNELS == convolution.MOST_CHANNELS
+    for size in engine._KERNEL_SIZES:
         weight, x = numbers(2, 3, *size), images(1, 3, 4, 4)
         assert kernels._conv_arguments(x.float(), weight, padding=size[0] // 2) is None  # no autocast
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""What a loader yields, and the random numbers behind it."""
+"""Batches: their parts, the loaders that yield them, and random seeds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from dmcp.tracing.modules import tensors_in
 
 
 class Loader(Protocol):
-    """Yields batches; if it also has `set_epoch(int)`, the loops call it at the start of each epoch.
+    """Yields batches. If it also has `set_epoch(int)`, the loops call it at the start of each epoch.
 
-    With `starting_at(int)`, which yields the batches from that number on, an epoch is resumed without drawing others.
+    With `starting_at(int)`, which yields the batches from that number on, an epoch is resumed without drawing the
+    batches before.
     """
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -31,11 +32,13 @@ class Loader(Protocol):
 
 def input_of(batch: Any) -> Any:
     """What the model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
-    return batch if isinstance(batch, Tensor) else _part(batch, 0, "input", "pixel_values")
+    if isinstance(batch, Tensor):
+        return batch
+    return _part(batch, 0, "input", "pixel_values")
 
 
 def labels_of(batch: Any) -> Tensor:
-    """What the classification loss and metric compare with."""
+    """What the classification loss and accuracy compare with."""
     labels = None if isinstance(batch, Tensor) else _part(batch, 1, "label", "labels")
     if not isinstance(labels, Tensor):
         raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")
@@ -43,7 +46,7 @@ def labels_of(batch: Any) -> Tensor:
 
 
 def size_of(batch: Any) -> int:
-    """Samples in the batch: the first dim of the first tensor of its input."""
+    """The number of samples in the batch: the first dim of the first tensor of its input."""
     tensors = tensors_in(input_of(batch))
     if not tensors or not tensors[0].ndim:
         raise DataError("The input of a batch holds no tensor with a batch dim: let the loader give whole batches.")
@@ -51,14 +54,17 @@ def size_of(batch: Any) -> int:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The same batch with its tensors on the device."""
-    batch = dict(batch) if isinstance(batch, Mapping) else batch  # those of transformers are no dicts
+    """The batch with its tensors on the device."""
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # the mappings of transformers are not dicts
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first tensor lives."""
-    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    """The device of the model's first tensor; the CPU for a model without tensors."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -67,29 +73,30 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 def length_of(loader: Any, name: str = "loader") -> int:
-    """Batches in an epoch; DataError for what cannot say that."""
+    """The number of batches in an epoch; DataError for a loader without a length."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # torch's of an iterable dataset
-        raise DataError(f"The {name} has no length: give a list of batches, or a class that says how many.") from None
+    except (TypeError, NotImplementedError):  # the second: torch's loader of an iterable dataset
+        raise DataError(f"The {name} has no length: give a list of batches, or a class that has __len__.") from None
 
 
 def check_parts(loader: Any, world: World) -> None:
-    """Refuse a loader whose sampler, like torch's, repeats samples so that all ranks have as many."""
+    """Refuse a loader whose sampler, like torch's, repeats samples so that all ranks have equally many."""
     sampler = getattr(loader, "sampler", None)
-    if world.size > 1 and getattr(sampler, "total_size", 0) > len(getattr(sampler, "dataset", ())):
+    total_size = getattr(sampler, "total_size", 0)
+    if world.size > 1 and total_size > len(getattr(sampler, "dataset", ())):
         raise DataError("The loader of a rank repeats samples, which a metric counts twice: give each rank its part.")
 
 
 def peek(loader: Any) -> list[Any] | None:
-    """[the first batch that holds a sample]; [] if there is none, None if looking would lose it."""
+    """A list of the first batch that holds a sample; empty if there is none, None if looking would use it up."""
     if isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None
     return list(itertools.islice((batch for batch in loader if size_of(batch)), 1))
 
 
 def start_epoch(loader: Any, epoch: int) -> None:
-    """Tell the loader, or the sampler of a torch DataLoader, which epoch comes next."""
+    """Tell the loader, or the sampler of a torch DataLoader, which epoch is next."""
     for owner in (loader, getattr(loader, "sampler", None)):
         set_epoch = getattr(owner, "set_epoch", None)
         if callable(set_epoch):
@@ -103,8 +110,9 @@ def batches_from(loader: Loader, epoch: int, skip: int = 0) -> Iterator[Any]:
     A loader without `starting_at` draws the skipped batches once more, so that its random numbers go on as before.
     """
     start_epoch(loader, epoch)
-    if enter := getattr(loader, "starting_at", None):
-        return iter(enter(skip))
+    starting_at = getattr(loader, "starting_at", None)
+    if starting_at:
+        return iter(starting_at(skip))
     batches = iter(loader)
     for _ in itertools.islice(batches, skip):
         pass
@@ -115,7 +123,8 @@ class FewBatches:
     """The first batches of each epoch of a loader; everything else is the loader's own."""
 
     def __init__(self, loader: Loader, count: int) -> None:
-        self.loader, self.count = loader, count
+        self.loader = loader
+        self.count = count
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(self.loader, self.count)
@@ -124,20 +133,22 @@ class FewBatches:
         return self.count
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "count"):  # of a copy that is being made
+        if name in ("loader", "count"):  # asked of a copy that is being made
             raise AttributeError(name)
-        found = getattr(self.loader, name)
-        if name != "starting_at":
-            return found
-        return lambda skip: itertools.islice(found(skip), self.count - skip)
+        attribute = getattr(self.loader, name)
+        if name == "starting_at":
+            return lambda skip: itertools.islice(attribute(skip), self.count - skip)
+        return attribute
 
 
 def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
-    """This rank's part of a batch, as places in the order of an epoch; the sizes of parts differ by one at most."""
+    """This rank's part of a batch, as positions in the order of an epoch; the sizes of parts differ by one at most."""
     start = number * batch_size
-    size, more = divmod(min(batch_size, images - start), world.size)
-    start += world.rank * size + min(world.rank, more)
-    return slice(start, start + size + (world.rank < more))
+    size = min(batch_size, images - start)
+    part, rest = divmod(size, world.size)  # the first ranks take one image of the rest each
+    start += world.rank * part + min(world.rank, rest)
+    stop = start + part + (world.rank < rest)
+    return slice(start, stop)
 
 
 def core_count() -> int:
@@ -156,15 +167,20 @@ def generator(*numbers: int) -> torch.Generator:
 
 
 def as_generator(seed: int | torch.Generator | None) -> torch.Generator | None:
-    """A fresh generator for a seed; what is one already stays."""
+    """A fresh generator for a seed; a generator is returned as it is."""
     return seed if seed is None or isinstance(seed, torch.Generator) else generator(seed)
 
 
-def _part(batch: Any, place: int, key: str, other: str) -> Any:
-    """A place of a tuple or a key of a dict; `other` is its name in transformers."""
+def _part(batch: Any, index: int, key: str, key_of_transformers: str) -> Any:
+    """The entry of a tuple at this index, or of a dict under one of these keys."""
+    entry: int | str = index
+    if isinstance(batch, Mapping):
+        entry = key if key in batch else key_of_transformers
     try:
-        return batch[(key if key in batch else other) if isinstance(batch, Mapping) else place]
+        return batch[entry]
     except (KeyError, IndexError, TypeError):
-        needs = '(input, labels), or a dict with "input" and "label" or "pixel_values" and "labels"'
         keys = f", but {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
-        raise DataError(f"This {type(batch).__name__} has no {key}{keys}: a batch must be {needs}.") from None
+        raise DataError(
+            f"This {type(batch).__name__} has no {key}{keys}: a batch must be (input, labels), or a dict with "
+            '"input" and "label" or "pixel_values" and "labels".'
+        ) from None

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-_WARM = 3  # calls before the capture, in which kernels are loaded and tuned
+_WARM_CALLS = 3  # before the capture: kernels are loaded and tuned
 _MOST_GRAPHS = 2  # per step: the usual batch, and the last one of an epoch
 
 
 class Repeated:
     """A step that is captured as a CUDA graph once for each shape of its inputs, then replayed.
 
-    The first calls run eagerly, on a side stream as capturing requires; so do further shapes, and steps that cannot be
+    The first calls run eagerly, on a side stream as capturing requires. So do further shapes, and steps that cannot be
     captured because they wait for the GPU. Outputs are copied, since the next replay overwrites them.
     """
 
@@ -30,7 +30,7 @@ class Repeated:
         self.step = step
         self.seen: dict[Hashable, int] = {}
         self.graphs: dict[Hashable, _Graph] = {}
-        self.refused: str = ""  # why no graph is used
+        self.refused = ""  # the reason why no graph is used
 
     def __call__(self, *inputs: Any) -> Any:
         leaves, spec = tree_flatten(inputs)
@@ -40,7 +40,7 @@ class Repeated:
         if key in self.graphs:
             return self.graphs[key].replay(leaves)
         self.seen[key] = self.seen.get(key, 0) + 1
-        if self.seen[key] <= _WARM or len(self.graphs) == _MOST_GRAPHS:
+        if self.seen[key] <= _WARM_CALLS or len(self.graphs) == _MOST_GRAPHS:
             return self._run_aside(inputs)
         try:
             self.graphs[key] = self._capture(leaves, spec)
@@ -49,45 +49,52 @@ class Repeated:
         return self(*inputs)  # here, where an error no longer keeps the tensors of the capture alive
 
     def _run_aside(self, inputs: Sequence[Any]) -> Any:
-        stream, main = _side_stream(torch.cuda.current_device()), torch.cuda.current_stream()
+        """Run the step on the side stream, and note whether it draws random numbers on the host."""
+        main = torch.cuda.current_stream()
+        stream = _side_stream(torch.cuda.current_device())
         stream.wait_stream(main)
-        host = _host_random()
+        random_before = _host_random()
         with torch.cuda.stream(stream):
             out = self.step(*inputs)
         main.wait_stream(stream)
-        if host != _host_random():
+        if random_before != _host_random():
             self.refused = "the step draws random numbers on the host, which a graph would not repeat"
         return out
 
     def _capture(self, leaves: Sequence[Any], spec: Any) -> _Graph:
-        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         global _pool
         if not _alive:  # the memory of a pool goes with the last graph in it
             _pool = torch.cuda.graph_pool_handle()
-        graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        graph = torch.cuda.CUDAGraph()
+        main = torch.cuda.current_stream()
+        stream = _side_stream(torch.cuda.current_device())
         torch.cuda.synchronize()
         try:
-            stream, others = _side_stream(torch.cuda.current_device()), "thread_local"  # other threads make batches
-            with torch.cuda.graph(graph, pool=_pool, stream=stream, capture_error_mode=others):
-                out = self.step(*tree_unflatten(static, spec))
+            # thread_local: other threads make batches meanwhile
+            with torch.cuda.graph(graph, pool=_pool, stream=stream, capture_error_mode="thread_local"):
+                out = self.step(*tree_unflatten(inputs, spec))
         except Exception:
             _tidy(graph, main)
             raise
-        captured = _Graph(graph, static, out)
+        captured = _Graph(graph, inputs, out)
         _alive.add(captured)
         return captured
 
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
+    """A captured step, with the tensors that it reads and writes."""
+
     graph: Any
     inputs: list[Any]
     out: Any
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        for own, given in zip(self.inputs, leaves, strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(given, non_blocking=True)
+        """Run the graph on these inputs; a copy of its outputs."""
+        for static, leaf in zip(self.inputs, leaves, strict=True):
+            if isinstance(static, Tensor):
+                static.copy_(leaf, non_blocking=True)
         self.graph.replay()
         return tree_map_only(Tensor, torch.clone, self.out)
 
@@ -113,9 +120,10 @@ def _tidy(graph: Any, main: torch.cuda.Stream) -> None:
         _failed.append(graph)
         torch._C._cuda_releasePool(device, _pool)
     _pool = torch.cuda.graph_pool_handle()
-    number, whole = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph()
+    number = torch.zeros((), device="cuda")
+    graph_that_succeeds = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(whole, stream=_side_stream(device), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph_that_succeeds, stream=_side_stream(device), capture_error_mode="thread_local"):
             number.add_(1)
     finally:
         torch.cuda.set_stream(main)
@@ -134,7 +142,14 @@ def _host_random() -> tuple[Any, ...]:
 
 def _key(leaves: Sequence[Any], spec: Any) -> Hashable | None:
     """What must be equal for a graph to be replayed; None where a leaf cannot be compared or is not on the GPU."""
-    if not all(leaf.is_cuda if isinstance(leaf, Tensor) else isinstance(leaf, Hashable) for leaf in leaves):
-        return None
-    facts = [(it.shape, it.dtype, it.stride(), it.requires_grad) if isinstance(it, Tensor) else it for it in leaves]
-    return str(spec), *facts
+    parts: list[Hashable] = [str(spec)]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if not leaf.is_cuda:
+                return None
+            parts.append((leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad))
+        elif isinstance(leaf, Hashable):
+            parts.append(leaf)
+        else:
+            return None
+    return tuple(parts)

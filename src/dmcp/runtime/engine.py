@@ -20,10 +20,11 @@ from dmcp.settings import Engine, Precision
 from dmcp.tracing.modules import modules_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_NARROW, _KERNELS = 64, ((1, 1), (3, 3))  # channels and sizes of convolutions that our kernels take
+_MOST_CHANNELS = 64  # of convolutions that our kernels take
+_KERNEL_SIZES = ((1, 1), (3, 3))
 _KERNELS_NEED = "they need bfloat16, a GPU that computes in it, channels_last, and no compiling"
-_WORTH_KERNELS = 1_000  # steps from which it pays to load our kernels, and to compile them on a new machine
-_WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a large or a small network pays
+_WORTH_KERNELS = 1_000  # steps from which loading our kernels pays, and compiling them on a new machine
+_WORTH_COMPILING = {True: 2_000, False: 20_000}  # steps from which compiling a network pays, by whether it is large
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
@@ -100,20 +101,20 @@ class ResolvedEngine(Engine):
         return autocast(self.device, self.precision)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled if that was chosen; once for each shape that it is given."""
+        """The function, compiled once for each shape of its inputs if that was chosen."""
         return torch.compile(function, dynamic=False) if self.compile else function
 
     def repeated(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A training step, replayed as a CUDA graph if that was chosen."""
+        """The training step, replayed as a CUDA graph if that was chosen."""
         return Repeated(step) if self.graphs else step
 
     def laid_out(self, x: Any) -> Any:
-        """The input of a network in the chosen memory layout."""
+        """The input of a network, in the chosen memory format."""
         return tree_map_only(Tensor, _channels_last, x) if self.channels_last else x
 
     @contextlib.contextmanager
     def running(self, *models: nn.Module) -> Iterator[None]:
-        """While entered, torch's global switches and the layout of the models' weights are the chosen ones."""
+        """While entered, torch's global switches and the memory format of the models' weights are the chosen ones."""
         with contextlib.ExitStack() as undo:
             if self.deterministic:
                 _deterministic(undo)
@@ -138,7 +139,8 @@ def _computes_in_bfloat16(device: torch.device) -> bool:
 def _sync_batchnorm(model: nn.Module, undo: contextlib.ExitStack) -> None:
     """Let the BatchNorms of a model use the statistics of all ranks."""
     for module in modules_of(model):
-        if (kind := type(module)) in _BATCH_NORMS:
+        kind = type(module)
+        if kind in _BATCH_NORMS:
             module.__class__ = nn.SyncBatchNorm  # the same parameters, buffers and attributes, but for one
             vars(module)["process_group"] = None
             undo.callback(setattr, module, "__class__", kind)
@@ -146,41 +148,51 @@ def _sync_batchnorm(model: nn.Module, undo: contextlib.ExitStack) -> None:
 
 
 def suits_kernels(model: nn.Module) -> bool:
-    """Whether a model gets our kernels by default: most convolutions have few channels. Others are compiled instead."""
-    convs = [it for it in modules_of(model) if isinstance(it, nn.Conv2d)]
-    few = [it for it in convs if it.groups == 1 and max(it.weight.shape[:2]) <= _NARROW and it.kernel_size in _KERNELS]
-    return 2 * len(few) > len(convs)
+    """Whether a model gets our kernels by default: most of its convolutions have few channels.
+
+    Other models are compiled instead.
+    """
+    convs = [module for module in modules_of(model) if isinstance(module, nn.Conv2d)]
+    suited = 0
+    for conv in convs:
+        channels = max(conv.weight.shape[:2])
+        suited += conv.groups == 1 and channels <= _MOST_CHANNELS and conv.kernel_size in _KERNEL_SIZES
+    return 2 * suited > len(convs)
 
 
 @functools.cache
 def kernels_refused(device: torch.device) -> str:
-    """Why our kernels cannot run on a GPU; "" if they can. Tried once."""
+    """Why our kernels cannot run on a GPU; an empty text if they can. They are tried out once."""
     try:
         from dmcp.runtime.kernels import try_out
 
         try_out(device)
     except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        lines = str(error).splitlines()
+        return lines[0] if lines else type(error).__name__
     return ""
 
 
 def best_device() -> torch.device:
-    """A GPU if there is one."""
+    """A GPU if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
 
 
 # what is switched and put back
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
+    """A tensor of four dims in the channels-last memory format; others as they are."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 @torch.no_grad()
 def _use_channels_last(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Store the parameters of four dims in this layout, in place."""
+    """Store the parameters of four dims in the channels-last memory format, in place."""
     for parameter in model.parameters():
         if parameter.ndim == 4:
             undo.callback(_restride, parameter, parameter.stride())
@@ -189,9 +201,10 @@ def _use_channels_last(model: nn.Module, undo: contextlib.ExitStack) -> None:
 
 @torch.no_grad()
 def _restride(tensor: Tensor, stride: tuple[int, ...]) -> None:
+    """Store a tensor with these strides, in place."""
     if tensor.stride() != stride:
-        there = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        tensor.data = there.copy_(tensor)
+        restrided = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = restrided.copy_(tensor)
 
 
 def _deterministic(undo: contextlib.ExitStack) -> None:
@@ -210,9 +223,10 @@ def _cuda_switches(undo: contextlib.ExitStack, tf32: bool, benchmark: bool) -> N
     cudnn = torch.backends.cudnn
     undo.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
     with contextlib.suppress(RuntimeError):  # the user has set torch's newer switches, which then stay as they are
-        matmul, conv = torch.get_float32_matmul_precision(), cudnn.allow_tf32
-        undo.callback(torch.set_float32_matmul_precision, matmul)
-        undo.callback(setattr, cudnn, "allow_tf32", conv)
+        matmul_precision = torch.get_float32_matmul_precision()
+        allow_tf32 = cudnn.allow_tf32
+        undo.callback(torch.set_float32_matmul_precision, matmul_precision)
+        undo.callback(setattr, cudnn, "allow_tf32", allow_tf32)
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         cudnn.allow_tf32 = tf32
     cudnn.benchmark = benchmark  # shapes stay the same from step to step

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, JSON and safetensors of others, the lock of a folder."""
+"""Files: the lock of a folder, reading what others wrote, writing whole files or none, and dataclasses from JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dmcp.errors import FileError
 
 LOCK = "lock"
 CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-MOST_JSON = 2**24  # bytes of a JSON file: many times those of the largest network
+MOST_JSON = 2**24  # bytes of a JSON file: many times as many as the largest network needs
 _T = TypeVar("_T")
 
 
@@ -36,14 +36,15 @@ class Lock:
     """Holds a folder for this process during a `with` block; the lock of a killed process is free at once."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._lock = folder / LOCK, FileLock(folder / LOCK, timeout=0)
+        self._path = folder / LOCK
+        self._lock = FileLock(self._path, timeout=0)
 
     def __enter__(self) -> None:
         try:
             self._lock.acquire()
         except OSError as error:
-            why = "is in use by another process" if isinstance(error, Timeout) else f"cannot be locked ({error})"
-            raise FileError(f"{self._path.parent} {why}: wait for it, or give another folder.") from error
+            reason = "is in use by another process" if isinstance(error, Timeout) else f"cannot be locked ({error})"
+            raise FileError(f"{self._path.parent} {reason}: wait for it, or give another folder.") from error
 
     def __exit__(self, *_: object) -> None:
         self._path.unlink(missing_ok=True)
@@ -52,8 +53,11 @@ class Lock:
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the folder."""
+    path = folder / LOCK
+    if not path.is_file():
+        return False
     try:
-        with FileLock(folder / LOCK, timeout=0) if (folder / LOCK).is_file() else contextlib.nullcontext():
+        with FileLock(path, timeout=0):
             return False
     except OSError as error:
         return isinstance(error, Timeout)
@@ -63,11 +67,11 @@ def is_locked(folder: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """All bytes of a plain file of at most so many; no link out of its folder is followed."""
+    """The bytes of a plain file, at most so many; a link that leads out of the file's folder is not followed."""
     refuse_link(path)
     size = plain_file_size(path)
     if size > most:
-        raise FileError(f"{path}: cannot be read: it has {size:,} bytes, more than the {most:,} of any such file.")
+        raise FileError(f"{path}: cannot be read: it has {size:,} bytes, and at most {most:,} are read of such a file.")
     try:
         return path.read_bytes()
     except OSError as error:
@@ -75,67 +79,84 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def plain_file_size(path: str | os.PathLike[str]) -> int:
-    """Bytes of a plain file, which a link may lead to; FileError for a pipe or device, whose reading may never end."""
+    """Size of a plain file in bytes; links are followed. FileError for a pipe or device: reading it may never end."""
     try:
-        facts = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    if not stat.S_ISREG(facts.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise FileError(f"{path}: cannot be read: it is not a plain file.")
-    return facts.st_size
+    return status.st_size
 
 
-_MOST_INFLATED = 200  # bytes for each stored one that are believed: images and weights compress less
-_ALWAYS_READ = 2**28  # bytes that may come from fewer
+_MOST_INFLATED = 200  # times that data may grow when they are read: images and weights compress less
+_ALWAYS_READ = 2**28  # bytes up to which they may grow more
 
 
 def check_inflated(name: object, stored: int, inflated: int) -> None:
-    """Refuse what is larger than the free memory once it is read, or absurdly larger than it is on the disk."""
+    """Refuse data that do not fit into the free memory once they are read, or that grow absurdly when they are."""
     free = free_memory()
     if inflated > free:
         raise FileError(f"{name}: its {inflated:,} bytes do not fit into the {free:,} bytes of memory that are free.")
     if inflated > max(_ALWAYS_READ, _MOST_INFLATED * stored):
-        sizes = f"{stored:,} bytes inflate to {inflated:,}"
-        raise FileError(f"{name}: {sizes}, as no real data do: if they are right, save them without compression.")
+        raise FileError(
+            f"{name}: {stored:,} bytes inflate to {inflated:,}, which real data do not: if the file is right, save it "
+            "without compression."
+        )
 
 
 def zip_sizes(path: Path, members: Container[str] | None = None) -> tuple[int, int]:
-    """Bytes that the members of a zip file, or those of some names, take in the file and once they are read.
+    """Bytes that the members of a zip file (or only the named ones) take in the file, and once they are read.
 
-    Both are in its directory, so that nothing is inflated, and never more is read of a member than is said there.
-    What is not a zip file counts with all its bytes.
+    Both are in the directory of the zip file, so that nothing is inflated; of a member never more is read than its
+    directory says. A file that is not a zip file counts with all its bytes.
     """
     size = plain_file_size(path)
     if not zipfile.is_zipfile(path):
         return size, size
+    stored = 0
+    inflated = 0
     with zipfile.ZipFile(path) as file:
-        parts = [part for part in file.infolist() if members is None or part.filename in members]
-    return sum(part.compress_size for part in parts), sum(part.file_size for part in parts)
+        for member in file.infolist():
+            if members is None or member.filename in members:
+                stored += member.compress_size
+                inflated += member.file_size
+    return stored, inflated
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free, or that the container has, if that is less; very many where nobody says."""
+    """Bytes of memory that are free, or that the container has if that is less; a huge number where nobody knows."""
     limits = [sys.maxsize]
     with contextlib.suppress(OSError, ValueError, IndexError):
-        limits.append(1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]))
-    for limit in CONTAINER_LIMITS:
+        available = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
+        kilobytes = int(available.split()[0])
+        limits.append(1024 * kilobytes)
+    for path in CONTAINER_LIMITS:
         with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(limit).read_text()))
+            limits.append(int(Path(path).read_text()))
     return min(limits)
 
 
 def refuse_link(path: Path) -> None:
-    """Stop if a file or folder is a link to a place outside the folder that it is in."""
-    if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
-        raise FileError(f"{path} is a link that leads elsewhere: put there what it leads to, if you trust it.")
+    """Refuse a file or folder that is a link to something outside the folder that it is in."""
+    if not os.path.islink(path):
+        return
+    target = Path(os.path.realpath(path))
+    if not target.is_relative_to(os.path.realpath(path.parent)):
+        raise FileError(f"{path} is a link that leads out of its folder: replace it by its target, if you trust it.")
 
 
 def parse_json(data: bytes | str, name: object) -> Any:
-    """The data of a JSON file; an int of more digits than any of ours becomes a float, perhaps infinite."""
+    """The data of a JSON file."""
     try:
-        return json.loads(data, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
+        return json.loads(data, parse_int=_parse_int)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{name}: truncated or not JSON: {quote(error)}.") from None
+
+
+def _parse_int(digits: str) -> int | float:
+    """An int; one of more digits than any of ours becomes a float, perhaps infinite."""
+    return int(digits) if len(digits) < 20 else float(digits)
 
 
 def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:
@@ -147,13 +168,13 @@ def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:
 
 
 def record_hash(record: Mapping[str, Any]) -> str:
-    """A hash of plain data without its "digest", where files keep this hash."""
+    """A hash of plain data, without the entry "digest" where files keep this hash."""
     text = json.dumps({key: value for key, value in record.items() if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def quote(text: object) -> str:
-    """What somebody else wrote, for an error: short, and on one line."""
+    """Text that somebody else wrote, for an error: shortened, on one line."""
     return str(text)[:200].encode("unicode_escape").decode()
 
 
@@ -188,19 +209,25 @@ def write_files(folder: Path, files: Mapping[str, bytes | Iterable[bytes | memor
         for path, final in staged.items():
             path.replace(final)
     except BaseException:  # Ctrl-C, too
-        if next(iter(staged)).exists():  # between two renames the rest stays, for `load` to find
+        first_staged = next(iter(staged))
+        if first_staged.exists():  # no file was renamed yet; between two renames the rest stays, for `load` to find
             for path in staged:
                 path.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # make the new names last through a loss of power
-        descriptor = os.open(folder, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # some file systems cannot
-            os.fsync(descriptor)
-        os.close(descriptor)
+    if os.name == "posix":
+        _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make new names in a folder last through a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some file systems cannot
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _open_unnamed(folder: Path) -> BinaryIO | None:
-    """A new file that is gone if this process is killed before it has a name; None where the system has none."""
+    """A new file that vanishes if this process is killed before it has a name; None where the system has none."""
     try:
         return os.fdopen(os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o666), "wb")
     except (AttributeError, OSError):
@@ -208,6 +235,7 @@ def _open_unnamed(folder: Path) -> BinaryIO | None:
 
 
 def _give_name(file: BinaryIO, path: Path) -> None:
+    """Let a file that has no name appear under this path."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:  # with a descriptor of the folder, os.link follows the link in /proc
         os.link(f"/proc/self/fd/{file.fileno()}", path.name, dst_dir_fd=folder)
@@ -216,7 +244,7 @@ def _give_name(file: BinaryIO, path: Path) -> None:
 
 
 def staging_name(name: str) -> str:
-    """What a file is called until it is complete."""
+    """The name of a file until it is complete."""
     return f".{name}.new"
 
 
@@ -227,7 +255,8 @@ def from_plain(kind: type[_T], data: Any) -> _T:
     """A dataclass from what `asdict` and JSON made of it; TypeError or ValueError if the fields do not fit."""
     if not isinstance(data, dict):
         raise TypeError(f"{kind.__name__} is not a table")
-    hints, values = _hints(typing.cast(Any, kind)), {}
+    hints = _hints(typing.cast(Any, kind))
+    values = {}
     for name, value in data.items():
         try:
             values[name] = _convert(hints[name], value)
@@ -238,18 +267,19 @@ def from_plain(kind: type[_T], data: Any) -> _T:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Types of the fields; names that only type checkers import stand for a type that nothing has."""
+    """The types of the fields. A name that only type checkers import stands for a type that no value has."""
     names = collections.defaultdict(lambda: types.EllipsisType, vars(builtins) | vars(sys.modules[kind.__module__]))
     return typing.get_type_hints(kind, localns=names)
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """A JSON value as the annotation of a field says; ints are those that torch can hold."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    """A JSON value as the annotation of a field says; TypeError or ValueError if it does not fit."""
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        for one in inner:
+        for member in inner:
             with contextlib.suppress(TypeError, ValueError):
-                return _convert(one, value)
+                return _convert(member, value)
         return _convert(inner[0], value)  # its error is the one to raise
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_convert(inner[0], item) for item in value)
@@ -259,7 +289,11 @@ def _convert(hint: Any, value: Any) -> Any:
         return from_plain(typing.cast(type[Any], hint), value)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return hint(value)
-    fits = abs(value) < 2**63 and hint in (int, float) if type(value) is int else type(value) is hint
-    if fits or hint is Any:
+    if hint is Any:
+        return value
+    if type(value) is int:
+        if hint in (int, float) and abs(value) < 2**63:  # torch holds no larger ints
+            return value
+    elif type(value) is hint:
         return value
     raise TypeError(f"{quote(repr(value))} does not fit")

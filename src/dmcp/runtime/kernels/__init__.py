@@ -1,7 +1,7 @@
-"""Triton kernels for convolutions of few channels and BatchNorm; used inside `OwnKernels`.
+"""Triton kernels for convolutions of few channels and for BatchNorm; `OwnKernels` uses them.
 
 Torch's kernels are made for wide layers: at 16 channels they compute mostly padding, and its BatchNorm reads the images
-more often than it must. These need a GPU that computes in bfloat16.
+more often than necessary. These need a GPU that computes in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_ELEMENTS = 2**30  # of a tensor: offsets are 32-bit
 
 
 class OwnKernels(TorchFunctionMode):
-    """While entered, convolutions and BatchNorms that fit run in these kernels."""
+    """While entered, convolutions and BatchNorms run in these kernels, where these can compute them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each of its functions."""
@@ -37,7 +37,8 @@ class OwnKernels(TorchFunctionMode):
             if conv is not None:
                 return conv2d(*conv)
         elif func is F.batch_norm or func is torch.batch_norm:
-            norm = (_norm_arguments if func is F.batch_norm else _raw_norm_arguments)(*args, **kwargs)
+            read_arguments = _norm_arguments if func is F.batch_norm else _raw_norm_arguments
+            norm = read_arguments(*args, **kwargs)
             if norm is not None:
                 return batch_norm(*norm)
         return func(*args, **kwargs)
@@ -75,27 +76,31 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tenso
     return out
 
 
-# which arguments fit; all others go to torch, which also says what is wrong with them
+# which arguments the kernels can compute; all others go to torch, which also reports what is wrong with them
 
 
-def _within_reach(x: Any) -> bool:
-    """Whether these are images where the kernels run."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.ndim == 4
-    return plain and 0 < x.numel() < _MOST_ELEMENTS and (x.is_cuda or INTERPRET)
+def _are_images(x: Any) -> bool:
+    """Whether this is a plain tensor of images, of a size and on a device that the kernels can handle."""
+    if type(x) not in (Tensor, nn.Parameter) or x.ndim != 4:
+        return False
+    return 0 < x.numel() < _MOST_ELEMENTS and (x.is_cuda or INTERPRET)
 
 
 def _in_bfloat16(x: Tensor) -> bool:
     """Whether autocast computes a convolution of x in bfloat16."""
-    kind = x.device.type
-    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
-    return cast and x.dtype in (torch.bfloat16, torch.float32)
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) is not torch.bfloat16:
+        return False
+    return x.dtype in (torch.bfloat16, torch.float32)
 
 
-def _fits(vector: Tensor | None, c: int, device: torch.device) -> bool:
-    """Whether this is None or one float32 per channel."""
+def _is_per_channel(vector: Tensor | None, channels: int, device: torch.device) -> bool:
+    """Whether this is None or has one float32 per channel."""
     if vector is None:
         return True
-    return vector.shape == (c,) and vector.dtype is torch.float32 and vector.device == device and vector.is_contiguous()
+    if vector.shape != (channels,) or vector.dtype is not torch.float32:
+        return False
+    return vector.device == device and vector.is_contiguous()
 
 
 def _single(value: Any) -> int:
@@ -105,15 +110,26 @@ def _single(value: Any) -> int:
 
 
 def _conv_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> tuple[Any, ...] | None:
-    """Arguments of conv2d, or None."""
-    if not _within_reach(input) or not _in_bfloat16(input) or weight.dtype is not torch.float32 or weight.ndim != 4:
+    """The arguments of `conv2d`; None where torch must compute it."""
+    if not _are_images(input) or not _in_bfloat16(input):
         return None
-    c, (c_out, c_in, k, width) = input.shape[1], weight.shape
-    known = k in (1, 3) and groups == 1 and c_in == c and max(c_in, c_out) <= convolution.MOST_CHANNELS
-    step, padded = _single(stride), k == width and _single(padding) == k // 2 and _single(dilation) == 1
-    small = input.numel() // c * c_out < _MOST_ELEMENTS  # the output
-    fits = weight.device == input.device and _fits(bias, c_out, input.device)
-    if not (known and step in (1, 2) and padded and small and fits):
+    if weight.dtype is not torch.float32 or weight.ndim != 4 or weight.device != input.device:
+        return None
+
+    # A dense filter of 1x1 or 3x3 for few channels.
+    channels = input.shape[1]
+    c_out, c_in, height, width = weight.shape
+    if groups != 1 or c_in != channels or max(c_in, c_out) > convolution.MOST_CHANNELS:
+        return None
+    if height != width or height not in (1, 3):
+        return None
+
+    # Padded by half the filter, without dilation, of stride 1 or 2.
+    step = _single(stride)
+    if step not in (1, 2) or _single(padding) != height // 2 or _single(dilation) != 1:
+        return None
+    output_elements = input.numel() // channels * c_out
+    if output_elements >= _MOST_ELEMENTS or not _is_per_channel(bias, c_out, input.device):
         return None
     return input.to(torch.bfloat16), weight, bias, step
 
@@ -121,13 +137,17 @@ def _conv_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, g
 def _norm_arguments(
     input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
 ) -> tuple[Any, ...] | None:
-    """Arguments of batch_norm, or None."""
-    if not training or not _within_reach(input) or input.dtype is not torch.bfloat16 or not isinstance(momentum, float):
+    """The arguments of `batch_norm`; None where torch must compute it."""
+    if not training or not _are_images(input) or input.dtype is not torch.bfloat16:
         return None
-    c = input.shape[1]
-    fits = all(_fits(it, c, input.device) for it in (running_mean, running_var, weight, bias))
-    if not fits or c > MOST_IN_NORM or input.numel() <= c or (running_mean is None) != (running_var is None):
+    if not isinstance(momentum, float) or (running_mean is None) != (running_var is None):
         return None
+    channels = input.shape[1]
+    if channels > MOST_IN_NORM or input.numel() <= channels:
+        return None
+    for vector in (running_mean, running_var, weight, bias):
+        if not _is_per_channel(vector, channels, input.device):
+            return None
     return input, running_mean, running_var, weight, bias, momentum, eps
 
 
@@ -136,7 +156,7 @@ def _raw_norm_arguments(input, weight, bias, running_mean, running_var, training
     return _norm_arguments(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-# whether they work here
+# whether they work on this machine
 
 
 def try_out(device: torch.device) -> None:
@@ -144,22 +164,29 @@ def try_out(device: torch.device) -> None:
     shapes = ((8, 64, 1), (8, 64, 2), (8, 3, 1), (200, 0, 1))  # channels out and in, stride; none in: only a BatchNorm
     with torch.inference_mode(False), torch.enable_grad():
         for c_out, c_in, stride in shapes:
-            c = c_in or c_out
-            wave = torch.linspace(-20, 20, 50 * c, device=device).sin()
-            line = torch.linspace(1, -1, 9 * c_out * c_in, device=device)
-            given = [wave.reshape(2, c, 5, 5).bfloat16().requires_grad_()]
-            given += [line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_()] if c_in else []
-            ours, torchs = given[0], given[0]
+            channels = c_in or c_out
+            wave = torch.linspace(-20, 20, 50 * channels, device=device).sin()
+            images = wave.reshape(2, channels, 5, 5).bfloat16().requires_grad_()
+            inputs = [images]
+            ours = images
+            expected = images
             if c_in:
-                ours = conv2d(given[0], given[1], None, stride)
-                torchs = F.conv2d(given[0], given[1].bfloat16(), None, stride, 1)
+                line = torch.linspace(1, -1, 9 * c_out * c_in, device=device)
+                weight = line.reshape(c_out, c_in, 3, 3).bfloat16().float().requires_grad_()
+                inputs.append(weight)
+                ours = conv2d(images, weight, None, stride)
+                expected = F.conv2d(images, weight.bfloat16(), None, stride, 1)
             ours = batch_norm(ours, None, None, None, None, 0.1, 1e-5)
-            torchs = F.batch_norm(torchs.float(), None, None, training=True)
-            for found, wanted in zip(*(_with_gradients(it, given) for it in (ours, torchs)), strict=True):
-                if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max())):
+            expected = F.batch_norm(expected.float(), None, None, training=True)
+            pairs = zip(_with_gradients(ours, inputs), _with_gradients(expected, inputs), strict=True)
+            for tensor, reference in pairs:
+                tolerance = 0.05 * float(reference.abs().max())
+                if not torch.allclose(tensor, reference, rtol=0.05, atol=tolerance):
                     raise RuntimeError("own kernels do not compute here what torch's do")
 
 
-def _with_gradients(out: Tensor, given: list[Tensor]) -> list[Tensor]:
+def _with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of a loss of it."""
     loss = (out * torch.linspace(-1, 1, out.shape[3], device=out.device)).sum()
-    return [it.detach().float() for it in (out, *torch.autograd.grad(loss, given))]
+    gradients = torch.autograd.grad(loss, inputs)
+    return [tensor.detach().float() for tensor in (out, *gradients)]
