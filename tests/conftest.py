@@ -1,20 +1,23 @@
-"""What all tests share: fixed seeds, the global switches of torch left as they were, graphs of the small networks."""
+"""What all tests share: fixed seeds, and global switches of torch that are left as they were; fixtures for commands."""
 
 from __future__ import annotations
 
 import functools
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import typer.main
+from commands import command
 from torch import Tensor, nn
 
 from dmcp import models
+from dmcp.cli import prune, session
 from dmcp.results import milliseconds
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -38,36 +41,48 @@ def _same_world() -> Iterator[None]:
     assert _switches() == before
 
 
-@pytest.fixture
-def figures() -> None:
-    """For tests whose runs are to end with figures."""
-
-
 @pytest.fixture(autouse=True)
-def _quick_commands(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """What commands do beside the matter is short, and what they print does not depend on how fast this machine is."""
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Decoded images are kept in the folder of the test session, not in the user's home."""
     monkeypatch.setattr("dmcp.data.store.CACHE", tmp_path_factory.getbasetemp() / "cache")
-    # not ten times; test_pruning calls what does that itself
-    monkeypatch.setattr("dmcp.results.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
-    if "figures" not in request.fixturenames:  # they take longer than the short runs of tests
-        monkeypatch.setattr("dmcp.report.finish.draw_all", lambda *_, **__: [])
-    # hundreds of tests type commands for the same small networks: tracing them anew would be most of the time
+
+
+@pytest.fixture
+def quick_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out what takes most of the time of a short command, for files that type many of them.
+
+    A network of ours is traced once in a session, networks are timed in one round, and runs end without figures.
+    """
     monkeypatch.setattr("dmcp.cli.session.trace", _trace_once)
+    monkeypatch.setattr("dmcp.results.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
+    monkeypatch.setattr("dmcp.report.finish.draw_all", lambda *_, **__: [])
+
+
+@pytest.fixture
+def runs_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dmcp compare` fills a folder from this process, in tmp_path: new processes would mostly import torch."""
+
+    def run_here(commands: Sequence[prune.Command], *_: Any, **__: Any) -> dict[str, str]:
+        codes = {run.name: command(*run.words) for run in commands}
+        return {name: f"exit code {code}" for name, code in codes.items() if code}
+
+    monkeypatch.setattr(prune, "run_side_by_side", run_here)
+    monkeypatch.setenv(session.CHILD, "1")  # set in the processes that dmcp compare starts
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 _GRAPHS: dict[object, ChannelGraph] = {}
 
 
-def _trace_once(model: nn.Module, example: Tensor, **how: Any) -> ChannelGraph:
-    """The graph of a network of ours from the first time that one of this structure was traced; it has no weights."""
+def _trace_once(model: nn.Module, example: Tensor, **options: Any) -> ChannelGraph:
+    """Trace a network of ours, or give the graph of an earlier one with the same structure: graphs have no weights."""
     if type(model).__module__ != models.__name__:
-        return trace(model, example, **how)
-    trained = [parameter.requires_grad for parameter in model.parameters()]
-    key = repr((model, example.shape, model.training, trained, how))
+        return trace(model, example, **options)
+    trainable = [parameter.requires_grad for parameter in model.parameters()]
+    key = repr((model, example.shape, model.training, trainable, options))
     if key not in _GRAPHS:
-        _GRAPHS[key] = trace(model, example, **how)
+        _GRAPHS[key] = trace(model, example, **options)
     return _GRAPHS[key]
 
 

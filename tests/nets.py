@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
@@ -272,6 +273,19 @@ class SharedWeight(HandNet):
         return self.head(torch.cat([left, right], 1).mean((2, 3)))
 
 
+class NoNorms(HandNet):
+    """VGG without norms; the gate of a space lies before its reader."""
+
+    FULL: ClassVar = {"a": 7, "b": 9}
+    SPACES: ClassVar = {"a": "conv1", "b": "conv2"}
+    SHAPE = (3, 8, 8)
+    LAYERS = "conv1 3>a p1 bias; conv2 a>b p1 bias; head b*4>5"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gate("a", F.max_pool2d(F.relu(self.conv1(x)), 2))
+        return self.head(self.gate("b", F.max_pool2d(F.relu(self.conv2(x)), 2)).flatten(1))
+
+
 NETS: Any = (Chain, Residual, Depthwise, Concat, Grouped, SqueezeExcite, PreActivation, SharedWeight)
 
 
@@ -292,6 +306,38 @@ def unit(channels: int, out: int, kernel: int = 3, **options: Any) -> nn.Sequent
     """conv, norm, relu; its space is called `<name>.0`."""
     layer = nn.Conv2d(channels, out, kernel, padding=kernel // 2, **options)
     return nn.Sequential(layer, nn.BatchNorm2d(out), nn.ReLU())
+
+
+def means(classes: int = 5) -> nn.Module:
+    """A linear layer on the mean of each input channel: an architecture with nothing to prune."""
+    return Toy(lambda m, x: m.head(x.mean((2, 3))), head=nn.Linear(Residual.SHAPE[0], classes))
+
+
+class Odd(nn.Module):
+    """Tensors that are neither in a conv nor in a norm, and a width hidden in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.mix = nn.Conv2d(8, 6, 1)
+        self.scale = nn.Parameter(torch.rand(6, 1, 1))
+        self.register_buffer("shift", torch.rand(6, 1, 1), persistent=False)
+        self.head = nn.Linear(6 * 16, 5)
+        self.channels = 6
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(F.relu(self.norm(self.stem(x)))) * self.scale + self.shift
+        x = F.adaptive_avg_pool2d(x, 4).view(len(x), self.channels, 16)
+        return self.head(x.flatten(1))
+
+
+class Echo(nn.Module):
+    """Gives its input back, so that a test writes the outputs itself; only for evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.training and not torch.is_grad_enabled()
+        return x
 
 
 # -- an op that no rule knows
@@ -364,6 +410,37 @@ def _spread(output: Tensor) -> Tensor:
     """How much two samples differ; where a net so narrow that its relus are dead answers all alike, its size."""
     between = (output[0] - output[1]).abs().max()
     return between if between > 1e-6 else output.abs().max().clamp(min=1e-6)
+
+
+# -- supernets
+
+
+def supernet(toy: Any = Chain, groups: int = 4) -> Any:
+    """A supernet in float64 with random alphas, in train mode."""
+    net = dmcp.Supernet(*traced(toy), groups).double().train()
+    with torch.no_grad():
+        net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(0)))
+    return net
+
+
+def by_width(toy: Any, graph: Any, gates: Tensor) -> dict[str, Tensor]:
+    """The flat gates of a supernet, divided by hand."""
+    names = {space: width for width, space in toy.SPACES.items()}
+    pieces = gates.split([space.size for space in graph.spaces])
+    return {names[space.name]: piece for space, piece in zip(graph.spaces, pieces, strict=True)}
+
+
+class Backwards(TorchDispatchMode):
+    """Counts the backward passes of convolutions, and how many of them compute a weight gradient."""
+
+    convs = weight_gradients = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution_backward.default:
+            _input, weight, _bias = args[-1]  # output_mask
+            self.convs += 1
+            self.weight_gradients += bool(weight)
+        return func(*args, **(kwargs or {}))
 
 
 # -- the contract of tracing

@@ -7,10 +7,14 @@ channels are not enough. The channels of `useless` see noise only, which knows n
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from nets import Residual
+from short_runs import Noise
 from torch import Tensor, nn
 
 import dmcp
@@ -105,3 +109,32 @@ def heard(problem: Problem) -> tuple[Problem, list[Any]]:
     log: list[Any] = []
     runtime = replace(problem.runtime, on_event=lambda event: log.append(event.record))
     return replace(problem, runtime=runtime), log
+
+
+# networks for methods that rank channels by their filters
+
+WEAK = [1, 4, 6]  # channels that are planted to go
+
+
+@torch.no_grad()
+def weak_problem(filters: Callable[[Tensor], Tensor], **changes: Any) -> tuple[Problem, dict[str, Tensor]]:
+    """The planted task; filters of WEAK channels are what the function makes of all, and no gradient reaches them."""
+    problem = planted_problem(budget="65%", epochs=2, **changes)
+    trained = copy.deepcopy(problem.model)
+    for name in ("needed", "useless"):
+        weight = trained.get_parameter(f"{name}.weight")
+        weight[WEAK] = filters(weight)
+        trained.get_parameter(f"{name}_norm.bias")[WEAK] = -10  # behind a relu: never anything but zero
+    return problem, trained.state_dict()
+
+
+def shrunk(weight: Tensor) -> Tensor:
+    """Filters of the WEAK channels at a hundredth of their size."""
+    return 0.01 * weight[WEAK]
+
+
+def residual_problem(budget: str = "50%", **changes: Any) -> Problem:
+    """The residual network and noise."""
+    torch.manual_seed(7)
+    batches = Noise(6, 8).batches
+    return as_problem(Residual(**Residual.FULL), batches[:4], batches[4:], budget, 0, 3, **changes)

@@ -9,10 +9,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from commands import Capture, command, run
+from folders import write_photos, write_shards
 from PIL import Image
-from test_cli import Capture, run
-from test_datasets import write_photos, write_shards
-from typed import command
 
 from dmcp.cli.prune import loader_pace
 from dmcp.cli.session import open_job
@@ -20,6 +19,8 @@ from dmcp.data.datasets import DataSets, check_data, load, preprocessing
 from dmcp.data.folders import FolderSet, no_images
 from dmcp.errors import DmcpError
 from dmcp.runs.config import RunConfig
+
+pytestmark = pytest.mark.usefixtures("quick_commands")
 
 NETWORK = ("--model", "my_small_net:build", "--data", "photos", "--batch", "4", "--device", "cpu")
 SMALL = (*NETWORK, "--input", "3x32x32")

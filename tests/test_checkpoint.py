@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
+from folders import saved_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -48,12 +49,6 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     """All that makes two tensors the same, NaNs and the sign of zero included."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
     return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def saved_step(folder: Path) -> int:
-    """0 where there is none."""
-    found = load_checkpoint(folder)
-    return found.step if found else 0
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import DRY, SHORT, SMALL, Capture, command, run
 from nets import counted_macs
 from safetensors.torch import save_file
 from torch import nn
-from typed import command
 
 import dmcp
 from dmcp.cli import prune as commands
@@ -30,20 +30,10 @@ from dmcp.models import build
 from dmcp.runs.config import RunConfig
 from dmcp.runtime.batches import size_of
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 LONG = "a_name_that_does_not_fit_on_a_line_of_eighty_columns_and_must_still_be_found_by_grep"
-Capture = pytest.CaptureFixture[str]
 Pruned = tuple[Path, str]  # the folder of a run, and what it printed
-SMALL = ("--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "708", "--quiet")
-SHORT = (*SMALL, "--search-epochs", "2", "--epochs", "1")
-DRY = (*SHORT, "--batch", "64", "--dry-run")  # what it measures is steps, not epochs: these are shorter
-
-
-def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command, as if piped."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "80")
-        code = command(*arguments)
-    return code, *capsys.readouterr()
 
 
 def table(printed: str) -> dict[str, list[str]]:

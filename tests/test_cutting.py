@@ -6,30 +6,11 @@ import copy
 
 import pytest
 import torch
-from nets import Residual, Toy, randomise, same, state
-from torch import Tensor, nn
+from nets import Odd, Residual, Toy, randomise, same, state
+from torch import nn
 from torch.nn import functional as F
 
 import dmcp
-
-
-class Odd(nn.Module):
-    """Tensors that are neither in a conv nor in a norm, and a width hidden in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.mix = nn.Conv2d(8, 6, 1)
-        self.scale = nn.Parameter(torch.rand(6, 1, 1))
-        self.register_buffer("shift", torch.rand(6, 1, 1), persistent=False)
-        self.head = nn.Linear(6 * 16, 5)
-        self.channels = 6
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mix(F.relu(self.norm(self.stem(x)))) * self.scale + self.shift
-        x = F.adaptive_avg_pool2d(x, 4).view(len(x), self.channels, 16)
-        return self.head(x.flatten(1))
 
 
 @pytest.mark.parametrize("by", ["l1", "l2"])

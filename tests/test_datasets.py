@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
@@ -15,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from folders import write_photos, write_shards
 from PIL import Image
 from torchvision.datasets import CIFAR10, cifar
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -39,23 +39,6 @@ from dmcp.errors import DataError
 
 def contents(part: ArraySet) -> set[bytes]:
     return {image.numpy().tobytes() for image in part.images}
-
-
-def write_photos(
-    root: Path,
-    *sizes: tuple[int, int],
-    count: int = 4,
-    classes: tuple[str, ...] = ("dog", "cat"),
-    parts: tuple[str, ...] = ("train", "val"),
-) -> Path:
-    """Noise of these heights and widths, in turn, in train/ and val/."""
-    noise = np.random.default_rng(0)
-    for part, name in itertools.product(parts, classes):
-        (root / part / name).mkdir(parents=True)
-        for number in range(count):
-            pixels = noise.integers(0, 256, (*(sizes or ((20, 24),))[number % (len(sizes) or 1)], 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / part / name / f"{number}.png")
-    return root
 
 
 def as_loaded(sets: DataSets) -> torch.Tensor:
@@ -88,18 +71,6 @@ def test_held_out_parts_are_disjoint_and_balanced() -> None:
     for empty in (0.0, 1.0, 1e-9):
         with pytest.raises(DataError):
             split(train, empty)
-
-
-def write_shards(folder: Path, **changes: Any) -> Path:
-    """Two training shards and a test shard; `changes` replaces the arrays of one file, None removes it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train-0", 6), ("train-1", 4), ("test-0", 5)):
-        images = np.random.randint(0, 256, (count, 12, 12, 3), dtype=np.uint8)
-        arrays = {"images": images, "labels": np.arange(count) % 4}
-        change = changes.get(name.replace("-", ""), {})
-        if change is not None:
-            np.savez(folder / f"{name}.npz", **{k: v for k, v in (arrays | change).items() if v is not None})
-    return folder
 
 
 def test_shards(tmp_path: Path) -> None:

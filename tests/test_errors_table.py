@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_datasets import write_photos
+from commands import command
+from folders import write_photos
 from torch import nn
-from typed import command
 
 from dmcp.cli import main
 from dmcp.models import build
@@ -21,6 +21,8 @@ from dmcp.report import finish
 from dmcp.runs.writing import Run
 from dmcp.tracing.trace import trace
 from dmcp.training.loop import Event
+
+pytestmark = pytest.mark.usefixtures("quick_commands")
 
 DIGITS, FILES = "--model digits:resnet --data digits", "--batch 2 --input 3x32x32"
 PRUNE = f"prune {DIGITS} --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet"

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from planted import SIGNS, heard, planted_problem
-from test_magnitude import WEAK, residual_problem, small, weak_problem
-from test_runner import cells, here, typed  # noqa: F401
+from commands import compare, table_cells
+from planted import SIGNS, WEAK, heard, planted_problem, residual_problem, shrunk, weak_problem
 from torch import Tensor, nn
 from torchvision.models import mobilenet_v2, resnet18
 
@@ -21,6 +20,8 @@ from experiments.methods.amc import AmcConfig, DdpgConfig
 from experiments.methods.metapruning import MetaPruningConfig
 from experiments.methods.peer import TorchPruningConfig
 from experiments.methods.soft import SoftConfig, fpgm, prune_softly, sfp
+
+pytestmark = pytest.mark.usefixtures("quick_commands")
 
 AMC, META = "experiments.methods.amc:amc", "experiments.methods.metapruning:metapruning"
 DIRECT, SFP = "experiments.methods.direct:direct", "experiments.methods.soft:sfp"
@@ -58,7 +59,7 @@ def midst(weight: Tensor) -> Tensor:
     return weight[[i for i in range(SIGNS) if i not in (0, *WEAK)]].mean(dim=0).expand(len(WEAK), -1, -1, -1)
 
 
-@pytest.mark.parametrize(("method", "filters", "go"), [(sfp, small, True), (fpgm, midst, True), (sfp, midst, False)])
+@pytest.mark.parametrize(("method", "filters", "go"), [(sfp, shrunk, True), (fpgm, midst, True), (sfp, midst, False)])
 def test_soft_pruning_cuts_what_it_has_zeroed(method: Any, filters: Any, go: bool) -> None:
     problem, state = weak_problem(filters)
     problem = replace(problem, recipe=replace(problem.recipe, epochs=1, lr=1e-4, warmup_lr=1e-4))
@@ -87,12 +88,13 @@ def test_zeroed_filters_are_trained_on_but_do_not_outgrow_the_others() -> None:
     assert growth[0] < 1.5 and growth[1] > 4
 
 
-def test_they_run_in_one_command(here: Any, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+@pytest.mark.usefixtures("runs_in_this_process")
+def test_they_run_in_one_command(capfd: pytest.CaptureFixture[str]) -> None:
     quick = ["amc.warmup=1", "amc.episodes=2", "amc.agent={'hidden': 8}", "metapruning.hidden=1"]
     quick += ["metapruning.population=3", "metapruning.generations=1", "metapruning.epochs=1"]
     words = [word for text in quick for word in ("--set", text)]
-    assert typed("--methods", f"{SFP},{AMC},{META}", *words, "--set", "sfp.regrowth=1", "--no-unpruned") == 0
-    rows = {line[0]: line[2:5:2] for line in cells(capfd.readouterr().out)[1:]}
+    assert compare("--methods", f"{SFP},{AMC},{META}", *words, "--set", "sfp.regrowth=1", "--no-unpruned") == 0
+    rows = {line[0]: line[2:5:2] for line in table_cells(capfd.readouterr().out)[1:]}
     assert sorted(rows) == ["amc", "metapruning", "sfp", "uniform"] and rows["amc"][1].endswith("fine-tuned")
     assert rows["sfp"][0] == "= uniform" and rows["sfp"][1].endswith("as trained")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Capture, command, needs_onnx
 from nets import Toy
 from torch import Tensor, nn
-from typed import command
 
 import dmcp
 from dmcp.data.datasets import load, preprocessing
@@ -23,14 +23,11 @@ from dmcp.exporting import export as exporting
 from dmcp.models import build
 from dmcp.runs.reading import read_run
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 PRUNE = "prune --model digits:resnet --data digits --device cpu --batch 708 --search-epochs 2 --epochs 1 --quiet --out"
 HOW = {"mean": [0.5], "std": [2.0], "classes": ["cat", "Käse"]}
 EXAMPLE = torch.zeros(1, 1, 8, 8)
-Capture = pytest.CaptureFixture[str]
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-needs_onnx = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in PACKAGES), reason="NOT TESTED: pip install torch-dmcp[export]"
-)
 both_formats = pytest.mark.parametrize("suffix", [pytest.param(".onnx", marks=needs_onnx), ".pt2"])
 
 

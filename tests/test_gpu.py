@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import write_photos
 from PIL import Image
-from test_datasets import write_photos
-from test_search import EAGER, losses, searched
+from short_runs import EAGER, losses, search_pictures
 from torchvision.models import mobilenet_v3_small, resnet18
 
 import dmcp
@@ -80,7 +80,7 @@ def test_own_kernels_compute_what_torchs_do(shape: tuple[int, ...]) -> None:
 
 def test_graphs_compute_the_same_bits() -> None:
     exact = dataclasses.replace(EAGER, deterministic=True)
-    plain, replayed = (searched(dataclasses.replace(exact, graphs=it), resnet20) for it in (False, True))
+    plain, replayed = (search_pictures(dataclasses.replace(exact, graphs=it), resnet20) for it in (False, True))
     assert torch.equal(losses(plain[1]), losses(replayed[1]))
     assert all(torch.equal(a, b) for a, b in zip(plain[0].parameters(), replayed[0].parameters(), strict=True))
 

@@ -14,10 +14,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from commands import ONNX_PACKAGES, Capture, needs_onnx, run
 from nets import Residual, holds, sample
-from test_cli import Capture, run
-from test_exporting import PACKAGES, needs_onnx
-from test_pruning import SEARCH, TRAIN, Noise
+from short_runs import SEARCH, TRAIN, Noise
 from torch import Tensor, nn
 
 import dmcp
@@ -36,6 +35,8 @@ from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected
 from dmcp.settings import LatencyConfig, RuntimeKind
 from dmcp.tracing.graph import ChannelGraph
+
+pytestmark = pytest.mark.usefixtures("quick_commands")
 
 X = sample(Residual.SHAPE).float()
 DIGITS = torch.zeros(1, 1, 8, 8)
@@ -258,7 +259,9 @@ def test_this_machine_is_measured() -> None:
 @pytest.mark.parametrize("more", [{"device": "cuda"}, {"dtype": "bfloat16"}, {}], ids=str)
 def test_what_onnxruntime_cannot_measure_is_refused_first(more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name in PACKAGES else find(name, *of))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name in ONNX_PACKAGES else find(name, *of)
+    )
     monkeypatch.setattr(tables, "trace", lambda *_: pytest.fail("it began"))
     with pytest.raises(DmcpError, match="measure"):
         measure_latency(traced()[0], X, config=LatencyConfig(runtime=RuntimeKind.ONNX, **more))

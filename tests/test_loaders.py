@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from folders import write_photos
 from PIL import Image
-from test_datasets import write_photos
 from torch import Tensor
 
 from dmcp.data import store as storing

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Toy, unit
-from test_training import Echo
+from nets import Echo, Toy, unit
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from nets import Residual
-from planted import SIGNS, as_problem, planted_problem
-from test_pruning import Noise
+from planted import SIGNS, WEAK, planted_problem, residual_problem, shrunk, weak_problem
 from torch import Tensor
 
 from dmcp.compare import magnitude
-from dmcp.compare.problem import Problem
-
-WEAK = [1, 4, 6]  # channels that are planted to go
-
-
-@torch.no_grad()
-def weak_problem(filters: Callable[[Tensor], Tensor], **changes: Any) -> tuple[Problem, dict[str, Tensor]]:
-    """The planted task; filters of WEAK channels are what the function makes of all, and no gradient reaches them."""
-    problem = planted_problem(budget="65%", epochs=2, **changes)
-    trained = copy.deepcopy(problem.model)
-    for name in ("needed", "useless"):
-        weight = trained.get_parameter(f"{name}.weight")
-        weight[WEAK] = filters(weight)
-        trained.get_parameter(f"{name}_norm.bias")[WEAK] = -10  # behind a relu: never anything but zero
-    return problem, trained.state_dict()
-
-
-def small(weight: Tensor) -> Tensor:
-    return 0.01 * weight[WEAK]
 
 
 def spread(weight: Tensor) -> Tensor:
@@ -41,7 +19,7 @@ def spread(weight: Tensor) -> Tensor:
     return torch.full_like(weight[WEAK], 1.5 / SIGNS)
 
 
-@pytest.mark.parametrize(("power", "filters", "go"), [(1, small, True), (2, spread, True), (1, spread, False)])
+@pytest.mark.parametrize(("power", "filters", "go"), [(1, shrunk, True), (2, spread, True), (1, spread, False)])
 def test_planted_channels_go(power: int, filters: Any, go: bool) -> None:
     problem, state = weak_problem(filters)
     choice = magnitude.find_l1(problem, magnitude.L1Config(power=power), state)
@@ -62,7 +40,7 @@ def test_slimming_drops_small_scales_wherever_they_are() -> None:
 
 
 def test_slimming_sums_the_scales_of_tied_norms() -> None:
-    """A stream that several layers write is not the first to go because each of its scales is small."""
+    """A stream that several layers write is not the first to go because each of its scales is shrunk."""
     problem = residual_problem(budget="80%")
     trained = copy.deepcopy(problem.model)
     for norm in (trained.bn1, trained.bn3, trained.bn4, trained.bn5):
@@ -81,9 +59,3 @@ def test_slimming_pulls_the_scales_by_the_gradient_of_their_size() -> None:
         state = magnitude.prepare_slimming(problem, magnitude.SlimmingConfig(sparsity=sparsity)).state
         sums.append(sum(state[f"{name}_norm.weight"].abs().sum() for name in ("needed", "useless")).item())
     assert sums[0] > sums[1] > sums[2]
-
-
-def residual_problem(budget: str = "50%", **changes: Any) -> Problem:
-    torch.manual_seed(7)
-    batches = Noise(6, 8).batches
-    return as_problem(Residual(**Residual.FULL), batches[:4], batches[4:], budget, 0, 3, **changes)

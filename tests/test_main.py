@@ -10,12 +10,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from test_cli import DRY, SHORT, Capture, run
+from commands import DRY, SHORT, Capture, run
 
 import dmcp
 from dmcp.cli import main
 from dmcp.cli import show as commands
 from dmcp.errors import DmcpError, RankError, StoppedError
+
+pytestmark = pytest.mark.usefixtures("quick_commands")
 
 SOURCE = str(Path(main.__file__).parents[2])
 BLOCKED = "import sys; sys.modules['torch'] = None; from dmcp.cli.main import main; main()"

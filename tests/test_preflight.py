@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import Residual, Toy, same, state
-from test_pruning import Noise, prune, traced
+from nets import Residual, Toy, means, same, state
+from short_runs import Noise, prune, traced_residual
 from torch import Tensor, nn
 
 import dmcp
@@ -28,7 +28,7 @@ def changed(x: Any = lambda x: x, y: Any = lambda y: y) -> Noise:
 
 
 def broken(change: Any) -> nn.Module:
-    model = copy.deepcopy(traced()[0])
+    model = copy.deepcopy(traced_residual()[0])
     change(model)
     return model
 
@@ -51,11 +51,6 @@ class Ages(Residual):
     def forward(self, x: Tensor) -> Any:
         found = super().forward(x)
         return {"classes": found, "age": found.mean(dim=1)} if self.training else found
-
-
-def means(classes: int = 5) -> nn.Module:
-    """Another architecture."""
-    return Toy(lambda m, x: m.head(x.mean((2, 3))), head=nn.Linear(Residual.SHAPE[0], classes))
 
 
 NAMELESS = [{"image": torch.zeros(2, *Residual.SHAPE)}]
@@ -104,10 +99,10 @@ def test_mistakes_are_refused_before_the_first_step(name: str) -> None:
     kind, make = CASES[name]
     options, seen = make(), list[Any]()
     engine = dmcp.Engine(graphs=True) if options.pop("engine", False) else None
-    before = state(traced()[0])
+    before = state(traced_residual()[0])
     with pytest.raises(kind):
         prune(**options, runtime=dmcp.Runtime(on_event=seen.append, engine=engine))
-    assert not seen and same(before, state(traced()[0]))
+    assert not seen and same(before, state(traced_residual()[0]))
 
 
 def test_what_does_no_harm_is_allowed() -> None:
@@ -123,8 +118,13 @@ def test_what_does_no_harm_is_allowed() -> None:
 
 def test_the_command_line_takes_classifiers_only() -> None:
     x = torch.randn(2, *Residual.SHAPE)
-    check_classifier(traced()[0], x, 5)
-    check_classifier(Toy(lambda m, x: {"logits": m.net(x)}, net=traced()[0]), x, 5)
-    for model, classes in ((traced()[0], 3), (traced()[0], 6), (Ages(**Residual.FULL), 5), (nn.Conv2d(3, 5, 1), 5)):
+    check_classifier(traced_residual()[0], x, 5)
+    check_classifier(Toy(lambda m, x: {"logits": m.net(x)}, net=traced_residual()[0]), x, 5)
+    for model, classes in (
+        (traced_residual()[0], 3),
+        (traced_residual()[0], 6),
+        (Ages(**Residual.FULL), 5),
+        (nn.Conv2d(3, 5, 1), 5),
+    ):
         with pytest.raises(TrainingError, match="outputs for an image"):
             check_classifier(model, x, classes)

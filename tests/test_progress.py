@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from test_pruning import SEARCH, TRAIN, Noise, traced
+from short_runs import SEARCH, TRAIN, Noise, traced_residual
 
 import dmcp
 from dmcp.runtime import progress
@@ -65,7 +65,7 @@ def test_lines_come_now_and_then_and_at_the_end(at: Clock, capsys: pytest.Captur
 
 
 def prune(**options: Any) -> None:
-    model, graph = traced()
+    model, graph = traced_residual()
     runtime = dmcp.Runtime(**options)
     dmcp.prune(model, Noise(), Noise(1), search=SEARCH, train=TRAIN, baselines=True, graph=graph, runtime=runtime)
 
@@ -100,7 +100,7 @@ def test_on_a_cpu_events_come_while_they_happen(at: Clock) -> None:
                 at.now += 1.0
                 yield batch
 
-    model, graph = traced()
+    model, graph = traced_residual()
     runtime = dmcp.Runtime(on_event=lambda event: seen.append("event"))
     dmcp.train(copy.deepcopy(model), Slow(), TRAIN, runtime=runtime)
     dmcp.search(dmcp.Supernet(model, graph, SEARCH.groups), Slow(), SEARCH, runtime=runtime)

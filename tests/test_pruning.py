@@ -6,14 +6,14 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nets import Residual, counted_macs, same, sample, state
+from nets import Residual, counted_macs, same, state
+from short_runs import SEARCH, TRAIN, Noise, prune, traced_residual
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,52 +31,11 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.losses import DistillationWarning, MetricWarning, classification_loss
 from dmcp.training.trained import LabelsWarning
 
-SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
-TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
-
-
-class Noise:
-    """Batches of noise; remembers how often it was gone through, and the epochs that it was told."""
-
-    def __init__(self, count: int = 2, samples: int = 6, seed: int = 0) -> None:
-        random = torch.Generator().manual_seed(seed)
-        self.batches = [
-            (torch.randn(samples, *Residual.SHAPE, generator=random), torch.randint(5, (samples,), generator=random))
-            for _ in range(count)
-        ]
-        self.passes, self.epochs = 0, list[int]()
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        return iter(self.batches)
-
-
-@functools.cache
-def traced() -> tuple[nn.Module, ChannelGraph]:
-    torch.manual_seed(0)
-    model = Residual(**Residual.FULL)
-    return model, dmcp.trace(model, sample(Residual.SHAPE).float())
-
-
-def prune(model: nn.Module | None = None, loader: Any = None, val_loader: Any = None, **options: Any) -> Any:
-    """dmcp.prune with short settings, of the traced network unless another one is given."""
-    known, graph = traced()
-    usual: dict[str, Any] = {"search": SEARCH, "train": TRAIN, "retrain": "scratch", "teacher": None}
-    usual |= {"graph": graph} if model is None else {}
-    loaders = [default if it is None else it for it, default in ((loader, Noise()), (val_loader, Noise(1)))]
-    return dmcp.prune(known if model is None else model, *loaders, **usual | options)
-
 
 @pytest.mark.parametrize("kind", list(Retrain))
 @pytest.mark.parametrize("budget", ["60%", "70%,params:50%"])
 def test_the_budget_holds_on_the_cut_network(kind: Retrain, budget: str) -> None:
-    model, graph = traced()
+    model, graph = traced_residual()
     before = state(model)
     result = prune(search=SearchConfig(budget=budget, epochs=2, groups=4), retrain=kind, baselines=True)
     params = sum(parameter.numel() for parameter in result.model.parameters())
@@ -219,7 +178,7 @@ def test_an_own_loss_is_warned_of_distillation() -> None:
         ({"search": quiet, "teacher": "unpruned"}, 1),
         ({"search": quiet, "retrain": "slimmable"}, 1),
     ]
-    model, graph = traced()
+    model, graph = traced_residual()
     usual: dict[str, Any] = {"search": SEARCH, "train": TRAIN, "graph": graph, "task": task}
     calls = [
         (functools.partial(dmcp.prune, model, Noise(), Noise(1), **usual | options), count) for options, count in cases
@@ -282,7 +241,7 @@ def test_a_method_of_trained_networks_trains_a_fresh_one_first() -> None:
 
 def test_one_search_gives_networks_for_several_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmcp.settings._MIN_STEPS", 1)
-    _, graph = traced()
+    _, graph = traced_residual()
     seen: list[dmcp.Event] = []
     result = prune(
         search=None,

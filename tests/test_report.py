@@ -11,8 +11,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import matplotlib
-import pytest
-from test_runs import SETTINGS, TESTS, TRAINED, network_line, pruned, step_lines, write_run
+from folders import RUN_SETTINGS, TEST_LINES, TRAIN_LINE, network_line, step_lines, write_run
+from short_runs import pruned_residual
 from typer.testing import CliRunner
 
 from dmcp.cli.main import app
@@ -57,11 +57,10 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-@pytest.mark.usefixtures("figures")
 def test_the_page_of_a_real_run(tmp_path: Path) -> None:
-    result, events = pruned()
+    result, events = pruned_residual()
     run = Run(tmp_path / "run")
-    run.write("settings.json", SETTINGS | {"unpruned": {"widths": dict(result.graph.full)}})
+    run.write("settings.json", RUN_SETTINGS | {"unpruned": {"widths": dict(result.graph.full)}})
     for event in events:
         run.on_event(event)
     finish(run, result)
@@ -79,7 +78,7 @@ def test_the_page_of_a_real_run(tmp_path: Path) -> None:
 
 
 def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / name, [*step_lines(40), *TESTS, TRAINED]) for name in "ab"]
+    folders = [write_run(tmp_path / name, [*step_lines(40), *TEST_LINES, TRAIN_LINE]) for name in "ab"]
     text = make_page([read_run(folder) for folder in folders])
     page = Page(text)
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe", "object", "base", "form", "img")]
@@ -97,10 +96,10 @@ def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
 
 def test_what_the_page_says(tmp_path: Path) -> None:
     extra = {"argv": ["/x/bin/dmcp", "prune", "--data", "my data"], "versions": {"torch": "9.9"}, "retrain": "finetune"}
-    done = write_run(tmp_path / "done", [*step_lines(40), *TESTS, TRAINED], **extra)
+    done = write_run(tmp_path / "done", [*step_lines(40), *TEST_LINES, TRAIN_LINE], **extra)
     (done / "times.jsonl").write_text(json.dumps({"name": "dmcp", "ms": 1.5, "batch": 8}) + "\n")
     half = write_run(tmp_path / "half", step_lines(17), done=False)
-    damaged = write_run(tmp_path / "bad", TESTS)
+    damaged = write_run(tmp_path / "bad", TEST_LINES)
     (damaged / "widths.json").write_text("{")
     page = Page(make_page([read_run(folder) for folder in (done, half, damaged)]))
     assert len(page.all("svg")) == 1 + 4 + 2
@@ -138,7 +137,7 @@ def test_nothing_from_a_folder_becomes_part_of_the_page(tmp_path: Path) -> None:
 
 
 def test_the_commands(tmp_path: Path) -> None:
-    write_run(tmp_path / "b" / "same", TESTS)
+    write_run(tmp_path / "b" / "same", TEST_LINES)
     write_run(tmp_path / "b" / "half", step_lines(17), done=False)
     listed = CliRunner().invoke(app, ["runs", str(tmp_path / "b")]).stdout
     assert "85.00 %" in listed and "48 %" in listed and "stopped: search, step 17, in epoch 2 of 4" in listed
@@ -152,7 +151,7 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
-    result = replace(pruned()[0].search, process=INDEPENDENT)
+    result = replace(pruned_residual()[0].search, process=INDEPENDENT)
     settings = dict(matplotlib.rcParams)
     paths = figures.draw_all(result, expected(result), tmp_path / "one" / "figures")
     again = figures.draw_all(result, expected(result), tmp_path / "two")

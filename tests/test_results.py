@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_pruning import traced
+from short_runs import traced_residual
 from torch import nn
 
 from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, divergence, milliseconds, notes, standard_error
@@ -20,7 +20,7 @@ def rows(*values: float, **settings: Any) -> list[Row]:
 
 
 def test_an_accuracy_has_points_and_a_standard_error() -> None:
-    _, graph = traced()
+    _, graph = traced_residual()
     assert standard_error(0.6, 60) == pytest.approx(0.0632, abs=1e-4) and 0 < standard_error(1.0, 60) < 0.02
     text = text_of(rows(0.5, 0.7, 0.6, samples=60, batch=8), graph, "dmcp: trained from fresh weights")
     assert "60 test samples" in text and "± 6.3 points" in text and f"{100 * 5 / graph.macs():.1f}%" in text
@@ -34,7 +34,7 @@ def test_an_accuracy_has_points_and_a_standard_error() -> None:
 @pytest.mark.parametrize("lower", [False, True])
 def test_a_metric_is_compared_in_its_own_unit(lower: bool) -> None:
     """Where little is good, in words: a plain + or - would be read as a gain or a loss of quality."""
-    _, graph = traced()
+    _, graph = traced_residual()
     kind = {"score": "metric", "lower_is_better": lower}
     text = text_of(rows(0.25, 0.75, 0.5, **kind), graph)
     gaps = ("0.25 worse than unpruned", "0.25 better than uniform") if lower else ("+0.25 against", "-0.25 against")

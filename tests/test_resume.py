@@ -21,10 +21,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import saved_step
-from test_cli import Capture
-from test_datasets import write_photos
-from typed import command
+from commands import Capture, Killed, command
+from folders import saved_step, write_photos
 
 import dmcp
 from dmcp.cli.session import _start
@@ -32,6 +30,8 @@ from dmcp.models import rebuild
 from dmcp.runs.reading import read_run
 from dmcp.runs.writing import Run
 from dmcp.runtime.io import LOCK, Lock
+
+pytestmark = pytest.mark.usefixtures("quick_commands")
 
 NET = """
 from torch import nn
@@ -55,10 +55,6 @@ WRITE, LOSS = "dmcp.runtime.checkpoint:write_files", "torch.nn.functional:cross_
 def step_of(stage: str, step: int) -> Moment:
     """After so many steps of a stage, not its last one."""
     return "dmcp.runtime.checkpoint:Checkpointer.due", f"checkpoints/{stage}'", step
-
-
-class Killed(BaseException):
-    """Stands for a kill."""
 
 
 def send(*signals: signal.Signals) -> Callable[[Any], None]:

@@ -8,9 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from nets import same, state
-from test_preflight import means
-from test_pruning import SEARCH, TRAIN, Noise, Residual, prune, traced
+from nets import Residual, means, same, state
+from short_runs import SEARCH, TRAIN, Noise, prune, traced_residual
 from torch import nn
 
 import dmcp
@@ -46,7 +45,7 @@ def mean() -> nn.Module:
 
 def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
     """Each step equals stage 1 on the largest and the pruned network: accumulated gradients, one optimizer step."""
-    model, graph = traced()
+    model, graph = traced_residual()
     widths = graph.widths({space.name: max(1, space.size // 2) for space in graph.spaces})
     config = TrainConfig(
         epochs=1, reference_batch=None, lr=0.1, warmup_lr=0, warmup_epochs=0, weight_decay=0, label_smoothing=0
@@ -69,7 +68,7 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
 
 
 def test_a_training_that_diverges_is_warned_of() -> None:
-    model, graph = traced()
+    model, graph = traced_residual()
     wild = TrainConfig(epochs=6, lr=30.0, warmup_lr=30.0, reference_batch=None)
     with pytest.warns(DivergenceWarning, match="'dmcp' went wrong") as found:
         train_all(model, graph, {DMCP: graph.full}, Noise(), Retraining(config=wild))
@@ -103,7 +102,7 @@ def test_norms_catch_up_after_few_steps(norm: type[nn.Module], epochs: int, cali
 @pytest.mark.parametrize("make", [other, mean])
 def test_a_given_teacher_is_the_one_that_teaches(kind: Retrain, make: Any) -> None:
     """The same as the parts by hand; the teacher is not trained, and comes out as it was."""
-    (model, graph), teacher, seen = traced(), make().train(), list[Any]()
+    (model, graph), teacher, seen = traced_residual(), make().train(), list[Any]()
     before = state(teacher)
     result = prune(retrain=kind, teacher=teacher, runtime=dmcp.Runtime(on_event=seen.append))
     assert same(before, state(teacher)) and teacher.training
@@ -130,7 +129,7 @@ def test_the_unpruned_network_teaches_once_it_is_trained() -> None:
 
 
 def test_the_teacher_is_a_row_if_its_costs_are_known() -> None:
-    model, graph = traced()
+    model, graph = traced_residual()
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"teacher": model}, [ORIGINAL, DMCP]),
         ({"teacher": model, "retrain": "finetune"}, [ORIGINAL, DMCP]),

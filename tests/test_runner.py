@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import Killed
+from commands import Killed, command, compare, table_cells
 from torch import nn
-from typed import command
 
-from dmcp.cli import prune, session
 from dmcp.cli.session import Job, open_job
 from dmcp.compare import runner
 from dmcp.compare.runner import Comparison, OneRun, PlannedRun, Protocol, begin, plan
@@ -27,6 +25,8 @@ from dmcp.runs.writing import Run
 from dmcp.runtime.io import Lock
 from dmcp.settings import TrainConfig
 from dmcp.training.loop import Runtime
+
+pytestmark = pytest.mark.usefixtures("quick_commands")
 
 
 def tiny(num_classes: int) -> nn.Module:
@@ -256,10 +256,6 @@ def test_a_killed_run_ends_the_same(job: Job, whole: Path, tmp_path: Path, name:
 # the table
 
 
-def cells(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-
-
 def test_the_table_has_the_figures_of_the_runs(job: Job, tmp_path: Path) -> None:
     """Two seeds; of the last method only one is there."""
     with pytest.raises(FileError):
@@ -276,7 +272,7 @@ def test_the_table_has_the_figures_of_the_runs(job: Job, tmp_path: Path) -> None
         finish(tmp_path, runs[f"slimming-50%-seed{seed}"], both, 30 + 20 * seed, 1_000_000)
     finish(tmp_path, runs["dmcp-50%-seed1"], [row(0.91, 48, 35)], 300, 9_000_000)
     data = write_table(tmp_path)
-    assert cells((tmp_path / "compare.md").read_text())[1:] == [
+    assert table_cells((tmp_path / "compare.md").read_text())[1:] == [
         ["unpruned", "100%", "91.00 ± 1.41 (2)", "", "", "100.0%", "77", "0", "0"],
         ["uniform", "50%", "81.00 ± 1.41 (2)", "", "", "49.0%", "40", "0", "0"],
         ["random", "50%", "= uniform", "", "", "49.0%", "40", "0", "0"],
@@ -300,59 +296,40 @@ def test_the_table_has_the_figures_of_the_runs(job: Job, tmp_path: Path) -> None
 # the command
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs are done in this process: new ones would import torch for most of the time."""
-
-    def run_here(commands: Sequence[prune.Command], *_: Any, **__: Any) -> dict[str, str]:
-        return {it.name: f"exit code {code}" for it in commands if (code := command(*it.words))}
-
-    monkeypatch.setattr(prune, "run_side_by_side", run_here)
-    monkeypatch.setenv(session.CHILD, "1")  # as processes have that dmcp compare starts
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
-
-
-WORDS = "compare --model digits:resnet --data digits --seeds 1 --batch 708 --device cpu --epochs 1 --quiet --out table"
-
-
-def typed(*more: str) -> int:
-    return command(*WORDS.split(), "--methods", "uniform,l1", *more)
-
-
-def test_the_command_fills_a_folder(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert typed("--dry-run") == 0
+@pytest.mark.usefixtures("runs_in_this_process")
+def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert compare("--dry-run") == 0
     printed = capfd.readouterr().out
-    assert ["l1-50%-seed0", "missing", "unpruned-seed0"] in cells(printed) and "--lr            1.6 at a" in printed
-    assert typed("--dry-run", "--json", "--weight-decay", "0.1") == 0
+    assert ["l1-50%-seed0", "missing", "unpruned-seed0"] in table_cells(printed)
+    assert "--lr            1.6 at a" in printed
+    assert compare("--dry-run", "--json", "--weight-decay", "0.1") == 0
     chosen = json.loads(capfd.readouterr().out)["chosen"]
     assert chosen.keys() == {"lr"} and "suits 1,275 images" in chosen["lr"]  # without those held out
-    assert typed("--set", "l1.powr=2") == 2 and "it has power." in capfd.readouterr().err
+    assert compare("--set", "l1.powr=2") == 2 and "it has power." in capfd.readouterr().err
     assert command("compare", "--gather", "table") == 2
     capfd.readouterr()
-    assert typed("--set", "l1.power=2", "--json") == 0
-    table = json.loads((here / "table" / "compare.json").read_text())
+    assert compare("--set", "l1.power=2", "--json") == 0
+    table = json.loads((tmp_path / "table" / "compare.json").read_text())
     assert json.loads(capfd.readouterr().out) == {"folder": "table", **table}
     assert [it["method"] for it in table["lines"]] == ["unpruned", "uniform", "l1"]
     assert all(it["ms"] > 0 and 0 < it["mean"] < 1 for it in table["lines"])
     assert table["settings"]["set"] == {"l1": {"power": 2}} and table["settings"]["devices"] == ["cpu"]
     assert "dmcp compare --model digits:resnet" in table["commands"][0]
-    before = {path: path.read_bytes() for path in (here / "table").glob("*-seed0/*")}
+    before = {path: path.read_bytes() for path in (tmp_path / "table").glob("*-seed0/*")}
 
-    assert typed("--set", "l1.power=2") == 0  # nothing is left to do
+    assert compare("--set", "l1.power=2") == 0  # nothing is left to do
     printed = capfd.readouterr().out
-    assert printed == (here / "table" / "compare.md").read_text() + "\ntable\n"
+    assert printed == (tmp_path / "table" / "compare.md").read_text() + "\ntable\n"
     assert "digits:resnet on digits: 1 epoch, batch 708, learning rate 1.6, decay 0.0005, " in printed
-    assert {path: path.read_bytes() for path in (here / "table").glob("*-seed0/*")} == before
-    (here / "table").rename(here / "elsewhere")
+    assert {path: path.read_bytes() for path in (tmp_path / "table").glob("*-seed0/*")} == before
+    (tmp_path / "table").rename(tmp_path / "elsewhere")
     assert command("compare", "--gather", "elsewhere", "--json") == 0
     assert json.loads(capfd.readouterr().out)["lines"] == table["lines"]
-    (here / "elsewhere").rename(here / "table")
-    assert typed("--set", "l1.power=2", "--lr", "0.5") == 2
+    (tmp_path / "elsewhere").rename(tmp_path / "table")
+    assert compare("--set", "l1.power=2", "--lr", "0.5") == 2
     assert "--lr 1.6 there" in (told := capfd.readouterr().err) and ".." not in told
-    with Lock(here / "table"):
-        assert typed("--set", "l1.power=2") == 2
+    with Lock(tmp_path / "table"):
+        assert compare("--set", "l1.power=2") == 2
     capfd.readouterr()
     assert command("evaluate", "table/l1-50%-seed0", "--json") == 0
     assert json.loads(capfd.readouterr().out)["networks"][0]["accuracy"] == pytest.approx(table["lines"][2]["mean"])
@@ -361,22 +338,25 @@ def test_the_command_fills_a_folder(here: Path, capfd: pytest.CaptureFixture[str
     assert {it["state"] for it in runs} == {"done"} and {it["command"] for it in runs} == {"compare"}
 
 
-def test_runs_that_fail_are_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (here / "failing.py").write_text("def mine(problem):\n    return 1 / 0\ndef other(problem):\n    return {}\n")
+@pytest.mark.usefixtures("runs_in_this_process")
+def test_runs_that_fail_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "failing.py").write_text("def mine(problem):\n    return 1 / 0\ndef other(problem):\n    return {}\n")
     methods = "uniform,failing:mine,failing:other"
-    assert typed("--methods", methods, "--no-unpruned", "--budget", "50%", "--budget", "79%") == 2
+    assert compare("--methods", methods, "--no-unpruned", "--budget", "50%", "--budget", "79%") == 2
     printed, told = capfd.readouterr()
-    rows = [(method, budget) for method, budget, *_ in cells(printed)[1:]]
+    rows = [(method, budget) for method, budget, *_ in table_cells(printed)[1:]]
     assert rows == [("uniform", "79%"), ("uniform", "50%")]
     failed = ", ".join(f"{method}-{budget}-seed0" for method in ("mine", "other") for budget in ("50%", "79%"))
     assert f"4 runs failed, the same command starts only them again: {failed}: exit code 2" in told
     assert "ZeroDivisionError" in told and "failing:other must return a Choice, not a dict." in told
 
 
-def test_a_run_that_another_process_does_is_waited_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert typed() == 0
-    orphan, result, kept = Lock(here / "table" / "l1-50%-seed0"), here / "table/l1-50%-seed0/result.json", here / "kept"
+@pytest.mark.usefixtures("runs_in_this_process")
+def test_a_run_that_another_process_does_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare() == 0
+    folder, kept = tmp_path / "table" / "l1-50%-seed0", tmp_path / "kept"
+    orphan, result = Lock(folder), folder / "result.json"
     result.rename(kept)
     monkeypatch.setattr("time.sleep", lambda _: (kept.rename(result), orphan.__exit__()))
     orphan.__enter__()  # by a process whose parent was killed
-    assert typed() == 0
+    assert compare() == 0

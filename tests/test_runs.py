@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import os
 import sys
@@ -12,83 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+from commands import command
+from folders import RUN_SETTINGS, TEST_LINES, TRAIN_LINE, step_lines, write_alphas, write_run
 from nets import Residual, sample
-from test_pruning import SEARCH, TRAIN, Noise, traced
-from typed import command
+from short_runs import pruned_residual
 
 import dmcp
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.report.finish import finish
-from dmcp.results import PruneResult
 from dmcp.runs.config import RunConfig
 from dmcp.runs.reading import list_runs, read_run, read_runs
 from dmcp.runs.saved_search import save_search
 from dmcp.runs.writing import Run, free_folder
 from dmcp.runtime.io import Lock
 from dmcp.settings import SearchConfig
-from dmcp.training.loop import Event
 
 FILES = {"log.jsonl", "search.json", "search.safetensors", "widths.json", "model.safetensors", "report.md"}
-SETTINGS: dict[str, Any] = {
-    "command": "prune",
-    "model": "digits:resnet",
-    "data": "digits",
-    "search": {"budget": "50%,params:60%", "tolerance": 0.95, "epochs": 4},
-    "unpruned": {"macs": 1000, "params": 100, "widths": {"conv1": 5, "conv2": 8}},
-}
-TENSORS = {"alphas": torch.tensor([[0.0, 0.0], [2.0, 0.0]]), "sizes": torch.tensor([[1, 2, 2], [4, 4, 0]])}
-
-
-@functools.cache
-def pruned() -> tuple[PruneResult, list[Event]]:
-    (model, graph), events = traced(), list[Event]()
-    how = {"search": SEARCH, "train": TRAIN, "graph": graph, "runtime": dmcp.Runtime(on_event=events.append)}
-    return dmcp.prune(model, Noise(), Noise(1), baselines=True, **how), events
-
-
-def step_lines(steps: int, per_epoch: int = 10) -> list[dict[str, Any]]:
-    """A search whose second half moves the alphas."""
-    return [
-        {
-            "stage": "search",
-            "step": step,
-            "epoch": step // per_epoch,
-            "weight_losses": [2.0, 0.5, 0.7],
-            "ratios": [0.9 + step / 1000, 1.1] if step >= steps // 2 else None,
-        }
-        for step in range(steps)
-    ]
-
-
-def network_line(name: str, macs: int, accuracy: float) -> dict[str, Any]:
-    return {"stage": "test", "name": name, "macs": macs, "params": macs // 10, "accuracy": accuracy}
-
-
-TESTS = [network_line("unpruned", 1000, 0.9), network_line("uniform", 490, 0.8), network_line("dmcp", 480, 0.85)]
-TRAINED = {"stage": "dmcp", "epoch": 0, "step": 4, "steps": 33, "lr": 0.1, "loss": 2.0}
-
-
-def write_run(folder: Path, lines: list[dict[str, Any]], done: bool = True, **settings: Any) -> Path:
-    """A run of two spaces, written without the package."""
-    folder.mkdir(parents=True)
-    (folder / "settings.json").write_text(json.dumps(SETTINGS | settings))
-    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if done:
-        limits = [{"kind": "macs", "target": 500}, {"kind": "params", "target": 60}]
-        facts = {"spaces": ["conv1", "conv2"], "budget": {"limits": limits}, "independent": False}
-        write_alphas(folder, TENSORS, facts)
-        widths = {"widths": {"conv1": 3, "conv2": 8}, "input_shape": [1, 8, 8], "fingerprint": "x"}
-        (folder / "widths.json").write_text(json.dumps(widths))
-    return folder
-
-
-def write_alphas(folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-    data = safetensors.torch.save(tensors)
-    (folder / "search.safetensors").write_bytes(data)
-    (folder / "search.json").write_text(json.dumps(facts | {"sha256": hashlib.sha256(data).hexdigest()}))
 
 
 def state(folder: Path) -> str:
@@ -99,10 +38,10 @@ def state(folder: Path) -> str:
 
 
 def test_a_real_run_is_written_and_read_back(tmp_path: Path) -> None:
-    result, events = pruned()
+    result, events = pruned_residual()
     run = Run(tmp_path / "deep" / "run")
     facts = {"macs": result.graph.macs(), "widths": dict(result.graph.full)}
-    run.write("settings.json", SETTINGS | {"unpruned": facts})
+    run.write("settings.json", RUN_SETTINGS | {"unpruned": facts})
     for event in events:
         run.on_event(event)
     assert state(run.folder) == "stopped"
@@ -148,7 +87,7 @@ EDITED: list[tuple[dict[str, Any], type[DmcpError]]] = [
 
 
 def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -> None:
-    found, path = pruned()[0].search, tmp_path / "search.json"
+    found, path = pruned_residual()[0].search, tmp_path / "search.json"
     with pytest.raises(FileError):  # there is none
         dmcp.load_search(tmp_path, found.graph)
     for process in (CHAIN, INDEPENDENT):
@@ -165,7 +104,7 @@ def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -
 
 
 def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    found = pruned()[0].search
+    found = pruned_residual()[0].search
     save_search(found, tmp_path)
     path, alphas, sizes = tmp_path / "search.safetensors", found.alphas, found.sizes
     path.write_bytes(path.read_bytes().replace(alphas.numpy().tobytes(), (alphas + 1).numpy().tobytes()))
@@ -185,16 +124,16 @@ def test_chains_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 def test_facts_of_a_finished_run(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "a", [*step_lines(40), *TESTS]))
+    run = read_run(write_run(tmp_path / "a", [*step_lines(40), *TEST_LINES]))
     wanted = {"name": "a", "state": "done", "progress": "", "accuracy": 0.85, "macs": 480, "macs_share": 0.48}
     wanted |= {"budget": "50%,params:60%", "model": "digits:resnet", "data": "digits"}
     assert run.describe().items() >= wanted.items()
     assert run.targets == {"macs": 500, "params": 60} and run.before == {"conv1": 5, "conv2": 8}
     sigmoid = torch.tensor(2.0).sigmoid().item()
     assert run.expected == pytest.approx({"conv1": 1 + 2 / 2 + 2 / 4, "conv2": 4 + 4 * sigmoid})
-    assert read_run(write_run(tmp_path / "b", TESTS, unpruned=None)).share("macs") is None
-    long = write_run(tmp_path / "d", [*step_lines(400), *TESTS])
-    assert len(read_run(long, tail=20).search) == 20 - len(TESTS)
+    assert read_run(write_run(tmp_path / "b", TEST_LINES, unpruned=None)).share("macs") is None
+    long = write_run(tmp_path / "d", [*step_lines(400), *TEST_LINES])
+    assert len(read_run(long, tail=20).search) == 20 - len(TEST_LINES)
     assert read_run(long, tail=20).describe() == read_run(long).describe()
 
 
@@ -203,7 +142,7 @@ def test_facts_of_a_finished_run(tmp_path: Path) -> None:
     [
         ([], "before the first logged step"),
         (step_lines(17), "search, step 17, in epoch 2 of 4"),
-        ([*step_lines(40), TRAINED], "dmcp, step 5 of 33"),
+        ([*step_lines(40), TRAIN_LINE], "dmcp, step 5 of 33"),
     ],
 )
 def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path, lines: list[dict[str, Any]], where: str) -> None:
@@ -231,7 +170,7 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path, lines: list[dict[s
     ],
 )
 def test_a_damaged_run_says_which_file(tmp_path: Path, name: str, text: str) -> None:
-    folder = write_run(tmp_path / "a", [*step_lines(40), *TESTS])
+    folder = write_run(tmp_path / "a", [*step_lines(40), *TEST_LINES])
     (folder / name).write_text(text)
     run = read_run(folder)
     assert state(folder) == "damaged" and run.problems[0].startswith(name) and str(tmp_path) not in run.problems[0]
@@ -239,7 +178,7 @@ def test_a_damaged_run_says_which_file(tmp_path: Path, name: str, text: str) -> 
 
 def test_lines_that_are_no_records_or_done_again_are_passed_over(tmp_path: Path) -> None:
     changes = ({"accuracy": "high"}, {"accuracy": float("nan")}, {"macs": 10**30}, {"stage": "resumed"})
-    lines = [*step_lines(5), *step_lines(5), *(TESTS[0] | change for change in changes), TESTS[2]]
+    lines = [*step_lines(5), *step_lines(5), *(TEST_LINES[0] | change for change in changes), TEST_LINES[2]]
     run = read_run(write_run(tmp_path / "a", lines))
     assert (len(run.search), [row.name for row in run.rows], run.describe()["state"]) == (5, ["dmcp"], "done")
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Depthwise, Residual, randomise, sample
-from test_pruning import Noise
-from test_pruning import traced as residual
+from short_runs import DEVICE, EAGER, Noise, losses, pictures, search_pictures, traced_residual
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +22,6 @@ import dmcp.searching.steps
 from dmcp import models
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, CHAIN
-from dmcp.runtime.checkpoint import Checkpointer
 from dmcp.runtime.engine import resolve
 from dmcp.searching.budget import front_alphas, parse_budget, ratios
 from dmcp.searching.records import SearchRecord, SearchResult, expected_shares
@@ -272,8 +270,6 @@ def test_settings_that_do_not_fit(settings: Any, kind: type[DmcpError]) -> None:
 # the same twenty steps on every engine: eager, compiled, replayed as CUDA graphs, in bfloat16
 
 GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-EAGER = dmcp.Engine(precision="float32", compile=False, graphs=False, tf32=False, channels_last=False)  # type: ignore[arg-type]
 ENGINES = {
     "compiled": (dataclasses.replace(EAGER, compile=True, channels_last=True), 1e-4),
     "bfloat16": (dmcp.Engine(precision="bfloat16", compile=True, graphs=True, channels_last=True), 3e-2),  # type: ignore[arg-type]
@@ -284,60 +280,16 @@ if GPU:
     ENGINES["compiled, graphs"] = (dataclasses.replace(EAGER, compile=True, graphs=True, channels_last=True), 1e-4)
 
 
-class Smooth(nn.Module):
-    """Without kinks: where ReLUs flip, float32 itself is chaotic over twenty steps, whatever the engine."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        shapes = [(3, width), (width, width), (width, width), (width, 2 * width)]
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in shapes)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b in shapes)
-        self.fc = nn.Linear(2 * width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.norms[0](self.convs[0](x)))
-        x = x + self.norms[2](self.convs[2](F.silu(self.norms[1](self.convs[1](x)))))
-        return self.fc(F.silu(self.norms[3](self.convs[3](x))).mean((2, 3)))
-
-
-def pictures(batch: int = 128, count: int = 10) -> list[tuple[Tensor, Tensor]]:
-    """Images whose class can be seen, so that losses fall."""
-    dice = torch.Generator().manual_seed(0)
-    patterns = torch.randn(10, 3, 32, 32, generator=dice)
-    labels = torch.randint(10, (count, batch), generator=dice)
-    images = patterns[labels] + torch.randn(count, batch, 3, 32, 32, generator=dice)
-    return [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images, labels, strict=True)]
-
-
-def searched(
-    engine: dmcp.Engine,
-    build: Callable[[], nn.Module] = Smooth,
-    checkpointer: Checkpointer | None = None,
-    **settings: Any,
-) -> tuple[Any, SearchResult]:
-    """The supernet and the result after twenty steps; test_gpu.py uses it, too."""
-    torch.manual_seed(0)
-    model = build().to(DEVICE)
-    net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
-    config = SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
-    runtime = dmcp.Runtime(engine=engine, checkpointer=checkpointer)
-    return net, dmcp.search(net, pictures(), config, runtime=runtime)
-
-
-def losses(result: SearchResult) -> Tensor:
-    return torch.tensor([[*(r.weight_losses or ()), r.task_loss or 0.0, *(r.ratios or (0.0,))] for r in result.log])
-
-
 @functools.cache
 def eager() -> Tensor:
-    return losses(searched(EAGER)[1])
+    return losses(search_pictures(EAGER)[1])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's
 @pytest.mark.parametrize("name", [pytest.param(it, marks=() if GPU else pytest.mark.slow) for it in ENGINES])
 def test_twenty_steps_on_every_engine(name: str) -> None:
     engine, tolerance = ENGINES[name]
-    net, result = searched(engine)
+    net, result = search_pictures(engine)
     assert (eager()[-1] - eager()[0]).abs().max() > 0.1  # they move
     assert ((losses(result) - eager()).abs() / eager().amax(dim=1, keepdim=True)).max() < tolerance
     resolved, x = resolve(engine, DEVICE, steps=10**6), pictures(count=1)[0][0]
@@ -371,7 +323,7 @@ def test_a_front_starts_at_the_budget_with_one_peak_and_grows_sharper() -> None:
 
 
 def looped(**settings: Any) -> tuple[dmcp.Supernet, dmcp.Searcher, list[Any], SearchConfig]:
-    net, batches, plain = dmcp.Supernet(*residual(), 4), Noise().batches, {"momentum": 0.0, "weight_decay": 0.0}
+    net, batches, plain = dmcp.Supernet(*traced_residual(), 4), Noise().batches, {"momentum": 0.0, "weight_decay": 0.0}
     config = SearchConfig(budget="60%", epochs=4, groups=4, alpha_momentum=0.0, **plain, **settings)
     return net, dmcp.Searcher(net, config, len(batches)), batches, config
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typed import command as typed
+from commands import command as typed
 
 from dmcp.cli import prune
 from dmcp.cli.prune import Command, run_side_by_side, summarize, summary_table

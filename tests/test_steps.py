@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Chain, Depthwise, Residual, sample
+from nets import Backwards, Chain, Depthwise, NoNorms, Residual, by_width, sample, supernet
 from test_subnets import sandwich
-from test_supernet import Backwards, Plain, by_width
-from test_supernet import made as supernet
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -112,7 +110,7 @@ def test_one_step_along_the_sum_of_all_gradients(distill: bool) -> None:
 
 
 def test_several_batches_are_one_large_batch() -> None:
-    context, batches = made(Plain, distill=False)  # no norms: a batch and its halves are the same
+    context, batches = made(NoNorms, distill=False)  # no norms: a batch and its halves are the same
     other = replace(context, net=copy.deepcopy(context.net))
     large = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
     for it, parts in ((context, batches), (other, large)):

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from huggingface_hub import constants
-from nets import NETS, Chain, counted_macs, distance, randomise, same, sample, state
+from nets import NETS, Chain, Odd, counted_macs, distance, randomise, same, sample, state
 from safetensors import safe_open
-from test_cutting import Odd
 from torch import nn
 
 import dmcp

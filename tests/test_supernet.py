@@ -10,10 +10,22 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from nets import Chain, Depthwise, HandNet, PreActivation, Residual, SqueezeExcite, Toy, distance, sample, traced
+from nets import (
+    Chain,
+    Depthwise,
+    HandNet,
+    NoNorms,
+    PreActivation,
+    Residual,
+    SqueezeExcite,
+    Toy,
+    by_width,
+    distance,
+    sample,
+    supernet,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dmcp
@@ -24,19 +36,6 @@ X = sample(Chain.SHAPE)
 
 
 # -- the nets of nets.py have a gate layer after each norm, and before readers that no norm comes before
-
-
-class Plain(HandNet):
-    """VGG without norms; the gate of a space lies before its reader."""
-
-    FULL: ClassVar = {"a": 7, "b": 9}
-    SPACES: ClassVar = {"a": "conv1", "b": "conv2"}
-    SHAPE = (3, 8, 8)
-    LAYERS = "conv1 3>a p1 bias; conv2 a>b p1 bias; head b*4>5"
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.gate("a", F.max_pool2d(F.relu(self.conv1(x)), 2))
-        return self.head(self.gate("b", F.max_pool2d(F.relu(self.conv2(x)), 2)).flatten(1))
 
 
 class NoAffine(HandNet):
@@ -55,22 +54,7 @@ class NoAffine(HandNet):
         return self.head(self.gate("b", F.silu(self.bn2(self.conv2(x)))).mean((2, 3)))
 
 
-EXPLICIT: Any = (Chain, Residual, Depthwise, SqueezeExcite, PreActivation, Plain, NoAffine)
-
-
-def made(toy: Any = Chain, groups: int = 4) -> Any:
-    """A supernet in float64 with random alphas, in train mode."""
-    net = dmcp.Supernet(*traced(toy), groups).double().train()
-    with torch.no_grad():
-        net.alpha.copy_(torch.randn(net.alpha.shape, generator=torch.Generator().manual_seed(0)))
-    return net
-
-
-def by_width(toy: Any, graph: Any, gates: Tensor) -> dict[str, Tensor]:
-    """The flat gates of a supernet, divided by hand."""
-    names = {space: width for width, space in toy.SPACES.items()}
-    pieces = gates.split([space.size for space in graph.spaces])
-    return {names[space.name]: piece for space, piece in zip(graph.spaces, pieces, strict=True)}
+EXPLICIT: Any = (Chain, Residual, Depthwise, SqueezeExcite, PreActivation, NoNorms, NoAffine)
 
 
 # soft gates
@@ -80,7 +64,7 @@ def by_width(toy: Any, graph: Any, gates: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("toy", EXPLICIT, ids=lambda toy: toy.__name__)
 def test_soft_gates_are_gate_layers(toy: Any, training: bool) -> None:
     """Outputs, the gradient of the gates, and that of the alphas (I11)."""
-    net, x = made(toy).train(training), sample(toy.SHAPE)
+    net, x = supernet(toy).train(training), sample(toy.SHAPE)
     model = copy.deepcopy(net.model)
     dice = torch.Generator().manual_seed(3)
     # Some are negative, which no probability is, so that a gate before a relu is not one after it.
@@ -98,24 +82,11 @@ def test_soft_gates_are_gate_layers(toy: Any, training: bool) -> None:
         assert wanted.count_nonzero() > wanted.numel() // 2
 
 
-class Backwards(TorchDispatchMode):
-    """Counts the backward passes of convolutions, and how many of them compute a weight gradient."""
-
-    convs = weight_gradients = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.convolution_backward.default:
-            _input, weight, _bias = args[-1]  # output_mask
-            self.convs += 1
-            self.weight_gradients += bool(weight)
-        return func(*args, **(kwargs or {}))
-
-
 # hard gates
 
 
 def test_short_chains_are_padded() -> None:
-    net = made(groups=8)
+    net = supernet(groups=8)
     assert net.alpha.shape == (3, 7)
     assert [row[row > 0].tolist() for row in net.sizes] == [[1] * 7, [1] * 7 + [2], [1] * 6]
     (net(X, net.soft()).square().sum() + net.graph.expected_cost("macs", net.marginals(), net.sizes)).backward()
@@ -170,7 +141,7 @@ def test_layers_that_would_lose_gates_are_refused(way: str) -> None:
 
 @pytest.mark.parametrize(("align", "wide"), [(1, [3, 5, 6]), (4, [4, 8, 6]), (8, [7, 8, 6])])
 def test_a_narrow_network_is_as_wide_as_its_alignment(align: int, wide: list[int]) -> None:
-    net = made()
+    net = supernet()
     small: Any = Narrow(net, {"conv1": 3, "conv2": 5, "conv3": 6}, align)
     assert [small.skeleton.get_submodule(f"conv{n}").weight.shape[0] for n in (1, 2, 3)] == wide
     before, own = net.model.bn1.running_mean.clone(), small.skeleton.bn1.running_mean.clone()

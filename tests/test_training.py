@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import same, state
+from nets import Echo, same, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -203,12 +203,6 @@ def test_impossible_settings(change: dict[str, Any]) -> None:
 
 
 # the test
-
-
-class Echo(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        assert not self.training and not torch.is_grad_enabled()
-        return x
 
 
 def test_evaluation_weighs_samples_not_batches() -> None:
