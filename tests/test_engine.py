@@ -1,4 +1,4 @@
-"""The engine: what it chooses, what it switches and puts back, its optimizer, and that nothing is compiled twice."""
+"""The engine: what it chooses, what it switches and puts back, and that nothing is compiled twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from dmcp.runtime.engine import ResolvedEngine, best_device, resolve, suits_kern
 from dmcp.searching.search import search
 from dmcp.settings import Engine, Precision, SearchConfig, TrainConfig
 from dmcp.training.loop import train
-from dmcp.training.optimizer import set_lr, sgd
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LONG = 10**6
@@ -170,25 +169,6 @@ def test_layout_and_tensors_are_as_before(choice: bool | None, before: bool) -> 
     for precision, dtype in ((Precision.BFLOAT16, torch.bfloat16), (Precision.FLOAT32, torch.float32)):
         with resolved(precision=precision).autocast():
             assert nn.Linear(4, 4)(torch.ones(2, 4)).dtype is dtype
-
-
-# the optimizer
-
-
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.0, False)])
-def test_sgd_is_torchs_bit_for_bit(momentum: float, nesterov: bool) -> None:
-    ours, theirs = (Chain(**Chain.FULL) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    own = sgd([{"params": list(ours.parameters()), "weight_decay": 1e-2}], 0.3, momentum, nesterov, CPU)
-    other = torch.optim.SGD(theirs.parameters(), 0.3, momentum, nesterov=nesterov, weight_decay=1e-2)
-    for step in range(4):
-        for net, optimizer in ((ours, own), (theirs, other)):
-            set_lr(optimizer, 0.3 / (step + 1))
-            optimizer.zero_grad()
-            net(sample(Chain.SHAPE, seed=step).float()).square().sum().backward()
-            optimizer.step()
-        for name, tensor in ours.named_parameters():
-            assert torch.equal(tensor, theirs.get_parameter(name)), (step, name)
 
 
 # compiling

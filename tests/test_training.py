@@ -1,4 +1,4 @@
-"""Training and evaluation: schedules, losses and optimizers by hand, same seed same bits, a NaN that does no harm."""
+"""Training and evaluation: a step by hand, same seed same bits, a NaN that does no harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dmcp.settings import Engine, SearchConfig, TrainConfig
 from dmcp.training import loop as training
 from dmcp.training.loop import Runtime, Task, evaluate, train
 from dmcp.training.losses import classification_loss, distillation_loss
-from dmcp.training.optimizer import cosine, learning_rate, parameter_groups
+from dmcp.training.optimizer import cosine, learning_rate
 
 SHORT = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
 
@@ -39,33 +39,6 @@ def some_batches(count: int = 4, size: int = 8) -> list[tuple[Tensor, Tensor]]:
         (torch.randn(size, 1, 8, 8, generator=random), torch.randint(10, (size,), generator=random))
         for _ in range(count)
     ]
-
-
-# schedules and parameters
-
-
-def test_cosine_and_the_scale_of_the_batch_by_hand() -> None:
-    assert [cosine(step, 8, 1.0, 0.0) for step in (0, 4, 8)] == pytest.approx([1, 0.5, 0])
-    assert cosine(2, 8, 1.0, 0.2) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
-    warm = [cosine(step, 12, 0.8, 0.0, warmup=4, warmup_start=0.2) for step in (0, 1, 2, 4, 8, 12)]
-    assert warm == pytest.approx([0.2, 0.35, 0.5, 0.8, 0.4, 0.0])
-    paper, steps = TrainConfig(), 100 * 50
-    assert [learning_rate(it, steps, 2048, paper) for it in (0, 50, steps)] == pytest.approx([0.2, 0.8, 0.0], abs=1e-9)
-    assert [learning_rate(step, steps, 512, paper) for step in (0, 50)] == pytest.approx([0.05, 0.2])
-    assert learning_rate(50, steps, 512, replace(paper, reference_batch=None)) == pytest.approx(0.8)
-
-
-def test_norms_and_biases_do_not_decay() -> None:
-    net = nn.Module()  # a tied weight, a scale that belongs to no layer, a norm over three dims, a frozen layer
-    net.conv, net.bn, net.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LayerNorm((4, 2, 2))
-    net.scale = nn.Parameter(torch.ones(4))
-    net.one, net.two, net.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2).requires_grad_(False)
-    net.two.weight = net.one.weight
-    decayed, plain = parameter_groups(net, 0.3)
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
-    assert {id(p) for p in decayed["params"]} == {id(net.conv.weight), id(net.one.weight)}
-    every, wanted = [*decayed["params"], *plain["params"]], {id(p) for p in net.parameters() if p.requires_grad}
-    assert len(every) == len(wanted) and {id(p) for p in every} == wanted
 
 
 # the loop
@@ -143,31 +116,6 @@ def test_a_step_has_the_temperature_and_the_weight_of_its_settings() -> None:
         assert record.loss == pytest.approx(right.item(), rel=1e-4)
     assert same(before, state(teacher)) and teacher.training
     assert all(parameter.grad is None for parameter in teacher.parameters())
-
-
-# optimizers of one's own
-
-
-def test_an_own_optimizer_has_the_schedule_of_the_settings_and_groups_their_ratios() -> None:
-    model, batches = tiny(dropout=0.0), some_batches()
-    twin = copy.deepcopy(model).train()
-
-    def make(net: nn.Sequential) -> torch.optim.Optimizer:
-        """The last layer ten times as fast as the rest."""
-        groups = [{"params": [*net[-1].parameters()], "lr": 0.5}, {"params": [*net[:-1].parameters()]}]
-        return torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9))
-
-    train(model, batches, SHORT, task=Task(optimizer=lambda groups: make(model)))
-    by_hand = make(twin)
-    for step, (x, y) in enumerate(batches):
-        rate = learning_rate(step, len(batches), len(x), SHORT)
-        for group, share in zip(by_hand.param_groups, (10, 1), strict=True):
-            group["lr"] = share * rate
-        F.cross_entropy(twin(x), y, label_smoothing=SHORT.label_smoothing).backward()
-        by_hand.step()
-        by_hand.zero_grad()
-    for own, other in zip(state(model).values(), state(twin).values(), strict=True):
-        torch.testing.assert_close(own, other)
 
 
 # what is refused

@@ -166,14 +166,14 @@ def train(
     device = device_of(model)
     checkpointer = runtime.checkpointer
     large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
-    engine = runtime.resolve(model, task, config.epochs * length_of(loader), large)
+    engine = runtime.resolve(model, task, steps=config.epochs * length_of(loader), large=large)
 
     with _train_mode(model, teacher), seeded(config.seed, device, world), engine.running(model):
         share_tensors([*model.parameters(), *model.buffers()], world)
 
         # One step, perhaps as a CUDA graph.
-        default = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
-        optimizer = make_optimizer(task.optimizer or default, parameter_groups(model, config.weight_decay))
+        our_sgd = partial(sgd, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, device=device)
+        optimizer = make_optimizer(task.optimizer or our_sgd, parameter_groups(model, config.weight_decay))
         shares = rate_shares(optimizer)
         loss = task.loss or classification_loss(config.label_smoothing)
         run_step = engine.repeated(make_step(model, optimizer, loss, teacher, config, engine))
@@ -201,8 +201,8 @@ def train(
                 epoch = step // batches.per_epoch
                 lr = learning_rate(step, steps, batches.samples([batch], world), config)
                 set_lr(optimizer, lr, shares)
-                value = run_step(batch)
-                log.add(_PendingStep(epoch, step, steps, lr, value, samples=size_of(batch)))
+                step_loss = run_step(batch)
+                log.add(_PendingStep(epoch, step, steps, lr, step_loss, samples=size_of(batch)))
 
                 if batches.step % batches.per_epoch == 0:
                     log.flush()
@@ -215,7 +215,7 @@ def train(
                     log.flush()
                     checkpointer.save(step + 1, state, {DONE: finished}, world)
 
-        share_tensors(list(model.buffers()), world)
+        share_tensors(list(model.buffers()), world)  # each rank has seen other samples
     optimizer.zero_grad(set_to_none=True)
     return log.records
 

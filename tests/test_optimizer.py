@@ -1,0 +1,125 @@
+"""The optimizer of a training: schedules and groups by hand, SGD as torch's, optimizers of one's own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from nets import Chain, sample, state
+from torch import nn
+from torch.nn import functional as F
+
+from dmcp.errors import TrainingError
+from dmcp.settings import TrainConfig
+from dmcp.training.loop import Task, train
+from dmcp.training.optimizer import (
+    cosine,
+    learning_rate,
+    make_optimizer,
+    parameter_groups,
+    rate_shares,
+    set_lr,
+    sgd,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_cosine_and_the_scale_of_the_batch_by_hand() -> None:
+    assert [cosine(step, 8, 1.0, 0.0) for step in (0, 4, 8)] == pytest.approx([1, 0.5, 0])
+    assert cosine(2, 8, 1.0, 0.2) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
+    warm = [cosine(step, 12, 0.8, 0.0, warmup=4, warmup_start=0.2) for step in (0, 1, 2, 4, 8, 12)]
+    assert warm == pytest.approx([0.2, 0.35, 0.5, 0.8, 0.4, 0.0])
+    paper, steps = TrainConfig(), 100 * 50
+    assert [learning_rate(step, steps, 2048, paper) for step in (0, 50, steps)] == pytest.approx(
+        [0.2, 0.8, 0.0], abs=1e-9
+    )
+    assert [learning_rate(step, steps, 512, paper) for step in (0, 50)] == pytest.approx([0.05, 0.2])
+    assert learning_rate(50, steps, 512, replace(paper, reference_batch=None)) == pytest.approx(0.8)
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    net = nn.Module()  # a tied weight, a scale that belongs to no layer, a norm over three dims, a frozen layer
+    net.conv, net.bn, net.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LayerNorm((4, 2, 2))
+    net.scale = nn.Parameter(torch.ones(4))
+    net.one, net.two, net.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2).requires_grad_(False)
+    net.two.weight = net.one.weight
+    decayed, undecayed = parameter_groups(net, 0.3)
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.3, 0.0)
+    assert set(decayed["params"]) == {net.conv.weight, net.one.weight}
+    listed = [*decayed["params"], *undecayed["params"]]
+    trained = {parameter for parameter in net.parameters() if parameter.requires_grad}
+    assert len(listed) == len(trained) and set(listed) == trained
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.0, False)])
+def test_sgd_is_torchs_bit_for_bit(momentum: float, nesterov: bool) -> None:
+    ours = Chain(**Chain.FULL)
+    theirs = Chain(**Chain.FULL)
+    theirs.load_state_dict(ours.state_dict())
+    our_sgd = sgd([{"params": list(ours.parameters()), "weight_decay": 1e-2}], 0.3, momentum, nesterov, CPU)
+    torch_sgd = torch.optim.SGD(theirs.parameters(), 0.3, momentum, nesterov=nesterov, weight_decay=1e-2)
+    for step in range(4):
+        for net, optimizer in ((ours, our_sgd), (theirs, torch_sgd)):
+            set_lr(optimizer, 0.3 / (step + 1))
+            optimizer.zero_grad()
+            net(sample(Chain.SHAPE, seed=step).float()).square().sum().backward()
+            optimizer.step()
+        for name, tensor in ours.named_parameters():
+            assert torch.equal(tensor, theirs.get_parameter(name)), (step, name)
+
+
+def test_an_own_optimizer_has_the_schedule_of_the_settings_and_groups_their_ratios() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10))
+    batches = [(torch.randn(8, 1, 8, 8), torch.randint(10, (8,))) for _ in range(4)]
+    config = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
+    twin = copy.deepcopy(model).train()
+
+    def make(net: nn.Sequential) -> torch.optim.Optimizer:
+        """The last layer ten times as fast as the rest."""
+        groups = [{"params": [*net[-1].parameters()], "lr": 0.5}, {"params": [*net[:-1].parameters()]}]
+        return torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9))
+
+    train(model, batches, config, task=Task(optimizer=lambda groups: make(model)))
+    by_hand = make(twin)
+    for step, (x, y) in enumerate(batches):
+        rate = learning_rate(step, len(batches), len(x), config)
+        for group, share in zip(by_hand.param_groups, (10, 1), strict=True):
+            group["lr"] = share * rate
+        F.cross_entropy(twin(x), y, label_smoothing=config.label_smoothing).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    for trained, expected in zip(state(model).values(), state(twin).values(), strict=True):
+        torch.testing.assert_close(trained, expected)
+
+
+def test_an_optimizer_of_some_groups_only_is_refused() -> None:
+    net = nn.Linear(3, 2)
+    groups = parameter_groups(net, 0.1)
+    sgd_of_all = make_optimizer(lambda given: torch.optim.SGD(given, lr=0.1), groups)
+    assert isinstance(sgd_of_all, torch.optim.SGD)
+    makers = [lambda given: torch.optim.SGD(given[:1], lr=0.1), lambda given: net, None]
+    for make in makers:
+        with pytest.raises(TrainingError):
+            make_optimizer(make, groups)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rates", "default", "shares"),
+    [((0.5, None), 0.05, [10.0, 1.0]), ((0.2, 0.1), 0.4, [1.0, 0.5]), ((0.0, 0.0), 0.1, [1.0, 1.0])],
+    ids=["the default stands for the schedule", "else the highest rate", "no rate"],
+)
+def test_the_rates_of_groups_are_relative_to_the_schedule(
+    rates: tuple[float | None, float], default: float, shares: list[float]
+) -> None:
+    groups = []
+    for rate in rates:
+        groups.append({"params": [nn.Parameter(torch.ones(2))]} | ({} if rate is None else {"lr": rate}))
+    optimizer = torch.optim.SGD(groups, lr=default)
+    assert rate_shares(optimizer) == pytest.approx(shares)
+    set_lr(optimizer, 2.0, rate_shares(optimizer))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([2.0 * share for share in shares])
