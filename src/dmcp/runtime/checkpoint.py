@@ -462,24 +462,32 @@ def _as_json(value: Any) -> Any:
 def digest_of_loader(loader: Any, world: World) -> str | None:
     """A hash of the tensors that all ranks take their batches from; None for a loader whose data cannot be known.
 
-    Those of a list of batches and of a DataLoader over tensors are at hand. Any other batch would have to be drawn,
-    which takes random numbers, and in random order it is another one each time.
+    The tensors of a list of batches and of a DataLoader over tensors are at hand. Any other batch would have to be
+    drawn, which takes random numbers, and a loader in random order draws another one each time.
     """
     data = loader if isinstance(loader, list | tuple) else getattr(loader, "dataset", None)
+    digests = gather(_digest_of_data(data), world)
+    return " ".join(digests) if all(digests) else None
+
+
+def _digest_of_data(data: Any) -> str | None:
+    """A hash of the tensors of a data set or list of batches; None if they are not at hand."""
     hashed = hashlib.sha256()
     while isinstance(data, Subset):
         hashed.update(json.dumps([*map(int, data.indices)]).encode())
         data = data.dataset
     if isinstance(data, TensorDataset):
         data = data.tensors
-    leaves = tree_leaves([*data]) if isinstance(data, list | tuple) else []
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not isinstance(data, list | tuple):
+        return None
+    tensors = [leaf for leaf in tree_leaves([*data]) if isinstance(leaf, Tensor)]
+    if not tensors:
+        return None
     for tensor in tensors:
         if tensor.layout == torch.strided:
             hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             hashed.update(_copy(tensor).reshape(-1).view(torch.uint8).numpy().data)
-    digests = gather(hashed.hexdigest()[:16] if tensors else None, world)
-    return " ".join(digests) if all(digests) else None
+    return hashed.hexdigest()[:16]
 
 
 def digest(tensors: Mapping[str, Tensor], world: World) -> str:
