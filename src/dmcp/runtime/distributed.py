@@ -72,9 +72,8 @@ def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> 
     for group in _grouped(gradients):
         # Half precision would lose the small summands.
         dtype = torch.float64 if group[0].dtype == torch.float64 else torch.float32
-        flat = [gradient.reshape(-1).to(dtype) for gradient in group]
         one = group[0].new_ones(1, dtype=dtype)  # becomes the number of samples of all ranks
-        sums = torch.cat([*flat, one])
+        sums = torch.cat([*(gradient.reshape(-1).to(dtype) for gradient in group), one])
         if samples:
             sums.mul_(samples)
         else:
