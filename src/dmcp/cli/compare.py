@@ -1,4 +1,4 @@
-"""The command compare, and the hidden one that does a single run of it."""
+"""The command compare, and the hidden command that does one of its runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 from dmcp.cli import prune, session
 from dmcp.cli.config import Request, needs_typing
 from dmcp.cli.session import Job, place_of
-from dmcp.compare import runner
+from dmcp.compare import protocol
 from dmcp.compare.methods import METHODS, title
+from dmcp.compare.protocol import BOUNDS, PLANS, Comparison, PlannedRun, Protocol, Subject
+from dmcp.compare.runner import OneRun
 from dmcp.compare.table import COMMANDS, PAGE, write_table
 from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.exporting.export import blaming
@@ -40,99 +42,159 @@ def gather(folder: Path, as_json: bool) -> None:
 
 def compare(config: RunConfig, request: Request) -> None:
     """dmcp compare."""
-    place, typed = place_of(config), {**request.typed, "epochs": request.more["epochs"]}
-    start = replace(config, device="cpu", holdout=request.more["holdout"], method="", retrain=Retrain.SCRATCH)
-    job = session.open_checked(start, typed)
-    runs = runner.plan(_comparison(replace(job.config, device=config.device), request, job), job)
-    usual = f"runs/{slug(f'compare {config.model} {Path(config.data).name}')}"  # the same each time
-    folder = Path(request.out or usual)
+    device = place_of(config)
+
+    # Network and data are opened on the CPU: only the processes of the runs use the device.
+    typed = {**request.typed, "epochs": request.more["epochs"]}
+    opened = replace(config, device="cpu", holdout=request.more["holdout"], method="", retrain=Retrain.SCRATCH)
+    job = session.open_checked(opened, typed)
+    comparison = _read_comparison(replace(job.config, device=config.device), request, job)
+    runs = protocol.plan(comparison, subject_of(job))
+
+    default = f"runs/{slug(f'compare {config.model} {Path(config.data).name}')}"  # the same each time
+    folder = Path(request.out or default)
     if request.dry_run:
         _list_planned(runs, folder, job, request.as_json)
         return
+
     with blaming(f"{folder}: no runs can be kept here"):
         (folder / _OUTPUT).mkdir(parents=True, exist_ok=True)
     with Lock(folder):
-        left = runner.begin(runs, folder)
+        left = protocol.begin(runs, folder)
         Run(folder).add(COMMANDS, {"command": shlex.join(["dmcp", *sys.argv[1:]]), "time": time.strftime("%F %T")})
-        names, debug = {it.name for it in left}, ("--debug",) if "--debug" in sys.argv else ()
-        commands = []
-        for it in left:
-            words = ("compare-run", str(folder / runner.PLANS / f"{it.name}.json"), str(folder / it.name), *debug)
-            needs = (it.uses,) if it.uses in names else ()
-            commands.append(prune.Command(it.name, words, needs))
-        how: dict[str, Any] = {"at_once": request.more["at_once"], "quiet": request.quiet, "total": len(runs)}
-        ended = prune.run_side_by_side(commands, folder / _OUTPUT, place, **how)
-    if any(runner.is_done(folder / it.name) for it in runs):
+        failures = prune.run_side_by_side(
+            _commands(left, folder),
+            folder / _OUTPUT,
+            device,
+            at_once=request.more["at_once"],
+            quiet=request.quiet,
+            total=len(runs),
+        )
+    if any(protocol.is_done(folder / run.name) for run in runs):
         gather(folder, request.as_json)
-    if ended:
-        failed = {reason: [name for name in ended if ended[name] == reason] for reason in ended.values()}
-        listed = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in failed.items())
-        raise DmcpError(f"{len(ended)} runs failed, the same command starts only them again: {listed}")
+    if failures:
+        raise DmcpError(f"{len(failures)} runs failed, the same command starts only them again: {_listed(failures)}")
 
 
-def compare_run(settings: Path, folder: Path) -> None:
-    """dmcp compare-run: one run of a comparison."""
-    it = runner.read_plan(settings)
-    planned = replace(it.protocol.config, method=it.method)
-    if session.CHILD not in os.environ and needs_typing(planned):
-        raise FileError(f"{settings}: this run needs code that is not a library's: start it with dmcp compare.")
+def _commands(runs: Sequence[PlannedRun], folder: Path) -> list[prune.Command]:
+    """The command of each run, which waits for the run whose network it starts from, unless that is done already."""
+    names = {run.name for run in runs}
+    debug = ("--debug",) if "--debug" in sys.argv else ()
+    commands = []
+    for run in runs:
+        words = ("compare-run", str(folder / PLANS / f"{run.name}.json"), str(folder / run.name), *debug)
+        after = (run.uses,) if run.uses in names else ()
+        commands.append(prune.Command(run.name, words, after))
+    return commands
+
+
+def _listed(failures: dict[str, str]) -> str:
+    """The names of the runs that failed, by how they failed."""
+    names: dict[str, list[str]] = {}
+    for name, reason in failures.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(failed)}: {reason}" for reason, failed in names.items())
+
+
+def compare_run(path: Path, folder: Path) -> None:
+    """dmcp compare-run: one run of a comparison, by its plan."""
+    planned = protocol.read_plan(path)
+    if session.CHILD not in os.environ and needs_typing(replace(planned.protocol.config, method=planned.method)):
+        raise FileError(f"{path}: this run needs code that is not a library's: start it with dmcp compare.")
+
+    # When dmcp compare is killed, its processes may live on.
     if is_locked(folder):
-        session.log("a process whose dmcp compare was killed still does this run: waiting for it")
+        session.log("Another process, whose dmcp compare was killed, is doing this run. Waiting for it.")
     while is_locked(folder):
         time.sleep(1)
-    if runner.is_done(folder):
+    if protocol.is_done(folder):
         return
-    config = replace(it.config, holdout=0.0)  # the final training sees all images
-    place = {"resume": str(folder)} if runner.is_begun(folder) else {"out": str(folder)}
-    request = Request(command="compare", typed={}, quiet=True, **place)  # type: ignore[arg-type]
+
+    config = replace(planned.config, holdout=0.0)  # the final training sees all images
+    if protocol.is_begun(folder):
+        request = Request(command="compare", typed={}, quiet=True, resume=str(folder))
+    else:
+        request = Request(command="compare", typed={}, quiet=True, out=str(folder))
+
+    def complete(job: Job) -> Job:
+        return replace(job, config=planned.config_with_search(subject_of(job)))
+
     try:
-        with session.session(config, request, lambda job: replace(job, config=it.with_search(job))) as here:
-            runner.OneRun(it, here.job, Run(folder), here.runtime).do()
+        with session.session(config, request, complete) as here:
+            OneRun(planned, subject_of(here.job), Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
 
 
-def _comparison(config: RunConfig, request: Request, job: Job) -> runner.Comparison:
-    more, settings = request.more, _read_settings(request.more["set"] or ())
-    epochs, tuned = config.train.epochs, more["finetune_epochs"]
+def subject_of(job: Job) -> Subject:
+    """The network and data of a job, as all runs of a comparison share them."""
+    return Subject(model=job.model, graph=job.graph, images=job.data.train, loader=job.loaders.search, test=job.test)
+
+
+# from options to the comparison
+
+
+def _read_comparison(config: RunConfig, request: Request, job: Job) -> Comparison:
+    """What the options ask for."""
+    options = request.more
+    epochs = config.train.epochs
     train = replace(config.train, warmup_epochs=min(1, epochs / 2), seed=0)
-    names = [word.strip() for word in more["methods"].split(",") if word.strip()]
-    methods = [name for word in names for name in (METHODS if word == "all" else [word])]
-    return runner.Comparison(
-        protocol=runner.Protocol(
+    finetune_epochs = options["finetune_epochs"]
+    if finetune_epochs is None:
+        finetune_epochs = max(1, 2 * epochs // 3)
+
+    methods: list[str] = []
+    for word in options["methods"].split(","):
+        name = word.strip()
+        if name == "all":
+            methods += METHODS
+        elif name:
+            methods.append(name)
+
+    return Comparison(
+        protocol=Protocol(
             config=replace(config, seed=0, search=None, train=train),
             facts=job.identity,
-            bounds={name: getattr(config.search, name) for name in runner.BOUNDS},
-            finetune_epochs=max(1, 2 * epochs // 3) if tuned is None else tuned,
-            scratch=more["scratch"] is not False,
+            bounds={name: getattr(config.search, name) for name in BOUNDS},
+            finetune_epochs=finetune_epochs,
+            scratch=options["scratch"] is not False,
         ),
-        budgets=tuple(more["budget"] or ["50%"]),
+        budgets=tuple(options["budget"] or ["50%"]),
         methods=tuple(methods),
         seeds=tuple(range(config.seed, config.seed + request.seeds)),
-        settings=settings,
-        unpruned=more["unpruned"] is not False,
+        settings=_read_settings(options["set"] or ()),
+        unpruned=options["unpruned"] is not False,
     )
 
 
 def _read_settings(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """l1.power=2 as a mapping of mappings."""
-    found: dict[str, dict[str, Any]] = {}
+    """Read settings of methods: l1.power=2 is {"l1": {"power": 2}}."""
+    settings: dict[str, dict[str, Any]] = {}
     for text in texts:
         method, _, _ = text.partition("=")[0].rpartition(".")
         name, value = argument(text.removeprefix(f"{method}."))
-        found.setdefault(title(method), {})[name] = value
-    return found
+        settings.setdefault(title(method), {})[name] = value
+    return settings
 
 
-def _list_planned(runs: Sequence[runner.PlannedRun], folder: Path, job: Job, as_json: bool) -> None:
-    """The runs, and how far they are, and the chosen settings; what would be refused is refused."""
-    done, begun = ({it.name for it in runs if is_so(folder / it.name)} for is_so in (runner.is_done, runner.is_begun))
-    states = ["done" if it.name in done else "begun" if it.name in begun else "missing" for it in runs]
-    rows = [{"run": it.name, "state": state, "uses": it.uses} for it, state in zip(runs, states, strict=True)]
+# --dry-run
+
+
+def _list_planned(runs: Sequence[PlannedRun], folder: Path, job: Job, as_json: bool) -> None:
+    """Print the runs and how far they are, and the chosen settings; refuse what a real start would refuse."""
+    states = [_state(folder / run.name) for run in runs]
+    rows = [{"run": run.name, "state": state, "uses": run.uses} for run, state in zip(runs, states, strict=True)]
     if as_json:
         session.print_json({"folder": str(folder), "chosen": job.reasons, "runs": rows})
     else:
         print(table([["run", "state", "starts from"], *([*row.values()] for row in rows)]))
-        print(f"{len(done)} of {len(rows)} runs are done in {folder}.")
+        print(f"{states.count('done')} of {len(rows)} runs are done in {folder}.")
         prune.print_chosen(job)
-    runner.check_begun(runs, folder)
+    protocol.check_begun(runs, folder)
+
+
+def _state(folder: Path) -> str:
+    """How far a run is: done, begun or missing."""
+    if protocol.is_done(folder):
+        return "done"
+    return "begun" if protocol.is_begun(folder) else "missing"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from dmcp.budgets import MACS, read_budget
 from dmcp.compare.methods import METHODS, title
-from dmcp.compare.runner import RESULT, SAME, Result, check_alike, is_done, plain
+from dmcp.compare.protocol import RESULT, SAME, check_alike, is_done, to_plain
+from dmcp.compare.runner import Result
 from dmcp.errors import FileError
 from dmcp.exporting.export import blaming
 from dmcp.results import UNIFORM, UNPRUNED, Row
@@ -19,68 +20,148 @@ from dmcp.runs.writing import Run
 from dmcp.runtime.io import MOST_JSON, from_plain, read_bytes
 from dmcp.units import between, counted, spread, table
 
-TABLE, PAGE, COMMANDS = "compare.json", "compare.md", "commands.jsonl"  # the last: what was typed
+TABLE = "compare.json"
+PAGE = "compare.md"
+COMMANDS = "commands.jsonl"  # what was typed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A method at a budget, trained in one way, with all its seeds; what compare.json says of it."""
+
+    method: str  # its title
+    budget: str
+    training: str  # SAME, or the way of the method's authors
+    same_as: str  # the method that trains the same widths from scratch for this one; mostly empty
+    own: bool  # whether the training is not the same for all
+    way: str  # as `training`
+    seeds: list[int]
+    accuracies: list[float]  # by seed
+    mean: float
+    ms: float
+    deviation: float | None  # of the accuracies, ddof = 1; None for one seed
+    widths: list[dict[str, int]]  # by seed
+    macs: list[int]  # smallest and largest
+    params: list[int]
+    macs_share: list[float]
+    search_seconds: float  # mean over the seeds
+    sample_passes: float
 
 
 def write_table(folder: Path) -> dict[str, Any]:
-    """Write the table of all runs in a folder that are done; what is in its JSON. FileError if there are none."""
-    done = [path for path in sorted(folder.glob(f"*/{RESULT}")) if is_done(path.parent)]
-    results = {it.run.name: it for it in map(_read, done)}
+    """Write the table of all runs in a folder that are done; returns its JSON. FileError if there are none."""
+    results = _read_results(folder)
     if not results:
         raise FileError(f"{folder}: no runs of a comparison are done here: give the folder that dmcp compare filled.")
-    check_alike([it.run for it in results.values()], folder)
-    protocol, log = next(iter(results.values())).run.protocol, folder / COMMANDS
-    settings = plain(protocol) | {
-        "set": {title(it.run.method): dict(it.run.settings) for it in results.values() if it.run.settings},
-        "seeds": sorted({it.run.seed for it in results.values()}),
-        "devices": sorted({it.device for it in results.values()}),
+    runs = [result.run for result in results.values()]
+    check_alike(runs, folder)
+
+    protocol = to_plain(runs[0].protocol)
+    settings = protocol | {
+        "set": {title(run.method): dict(run.settings) for run in runs if run.settings},
+        "seeds": sorted({run.seed for run in runs}),
+        "devices": sorted({result.device for result in results.values()}),
     }
-    lines = _lines(results, folder)
-    data: dict[str, Any] = {"model": protocol.config.model, "data": protocol.config.data}
-    data |= {
-        "commands": read_bytes(log, MOST_JSON).decode().splitlines() if log.exists() else [],
+    lines = _make_lines(results, folder)
+    commands = folder / COMMANDS
+    data = {
+        "model": protocol["config"]["model"],
+        "data": protocol["config"]["data"],
+        "commands": read_bytes(commands, MOST_JSON).decode().splitlines() if commands.exists() else [],
         "settings": settings,
-        "lines": lines,
+        "lines": [asdict(line) for line in lines],
     }
     Run(folder).write(TABLE, data)
-    Run(folder).write(PAGE, f"{_describe(settings)}\n\n{table(_cells(lines))}")
+    Run(folder).write(PAGE, f"{_describe(settings)}\n\n{table(_make_cells(lines))}")
     return data
 
 
-def _read(path: Path) -> Result:
-    with blaming(f"{path}: not the result of a run of this version"):
-        return from_plain(Result, read_json(path))
+def _read_results(folder: Path) -> dict[str, Result]:
+    """The results of all runs that are done, by the names of the runs."""
+    results = {}
+    for path in sorted(folder.glob(f"*/{RESULT}")):
+        if is_done(path.parent):
+            with blaming(f"{path}: not the result of a run of this version"):
+                result = from_plain(Result, read_json(path))
+            results[result.run.name] = result
+    return results
 
 
-def _lines(results: Mapping[str, Result], folder: Path) -> list[dict[str, Any]]:
-    """The rows: networks of all seeds together."""
-    groups: dict[tuple[str, str, str], list[tuple[Result, Row]]] = {}
-    for it in sorted(results.values(), key=_order):
-        for net in it.networks:
-            groups.setdefault((it.run.method, it.run.budget, net.name), []).append((it, net))
-    lines = []
-    for (method, budget, training), own in groups.items():
-        runs, nets = [it for it, _ in own], [net for _, net in own]
-        accuracies, costs = [net.accuracy for net in nets], [_cost(it, results, folder) for it in runs]
-        ends: dict[str, list[float]] = {"macs": [it.macs for it in nets], "params": [it.params for it in nets]}
-        ends |= {"macs_share": [net.macs / it.full_macs for it, net in own]}
-        line: dict[str, Any] = {"method": title(method), "budget": budget, "training": training}
-        alike = [(one := results.get(replace(it.run, method=UNIFORM).name)) and one.widths == it.widths for it in runs]
-        line["same_as"] = UNIFORM if method != UNIFORM and all(alike) else ""  # who trains these widths, too
-        line |= {"own": training != SAME, "way": training, "seeds": [it.run.seed for it in runs]}
-        line |= {"accuracies": accuracies, "mean": fmean(accuracies), "ms": nets[0].ms}
-        line |= {"deviation": stdev(accuracies) if len(own) > 1 else None, "widths": [dict(it.widths) for it in runs]}
-        line |= {name: [min(values), max(values)] for name, values in ends.items()}
-        line["search_seconds"], line["sample_passes"] = map(fmean, zip(*costs, strict=True))
-        lines.append(line)
-    return lines
+# the lines: figures
 
 
-def _order(it: Result) -> tuple[Any, ...]:
-    """The unpruned network, shares of the MACs from the largest on, other budgets; our methods come first."""
-    method, budget, known = it.run.method, it.run.budget, [*METHODS]
-    share = _macs_share(budget) if budget else float("inf")
-    return -share, budget, known.index(method) if method in known else len(known), title(method), it.run.seed
+def _make_lines(results: Mapping[str, Result], folder: Path) -> list[Line]:
+    """The lines in the order of the page."""
+    groups: dict[tuple[str, str, str], list[tuple[Result, Row]]] = {}  # by method, budget and training
+    for result in sorted(results.values(), key=_order):
+        for network in result.networks:
+            groups.setdefault((result.run.method, result.run.budget, network.name), []).append((result, network))
+    return [_make_line(group, results, folder) for group in groups.values()]
+
+
+def _make_line(group: Sequence[tuple[Result, Row]], results: Mapping[str, Result], folder: Path) -> Line:
+    """One line from the networks of all its seeds, which have one method, budget and training."""
+    runs = [result for result, _ in group]
+    networks = [network for _, network in group]
+    run = runs[0].run
+    training = networks[0].name
+
+    accuracies = [network.accuracy for network in networks]
+    macs = [network.macs for network in networks]
+    params = [network.params for network in networks]
+    shares = [network.macs / result.full_macs for result, network in group]
+    costs = [_search_cost(result, results, folder) for result in runs]
+    has_uniform_widths = run.method != UNIFORM and all(_is_like_uniform(result, results) for result in runs)
+    return Line(
+        method=title(run.method),
+        budget=run.budget,
+        training=training,
+        same_as=UNIFORM if has_uniform_widths else "",
+        own=training != SAME,
+        way=training,
+        seeds=[result.run.seed for result in runs],
+        accuracies=accuracies,
+        mean=fmean(accuracies),
+        ms=networks[0].ms,
+        deviation=stdev(accuracies) if len(accuracies) > 1 else None,
+        widths=[dict(result.widths) for result in runs],
+        macs=[min(macs), max(macs)],
+        params=[min(params), max(params)],
+        macs_share=[min(shares), max(shares)],
+        search_seconds=fmean(seconds for seconds, _ in costs),
+        sample_passes=fmean(passes for _, passes in costs),
+    )
+
+
+def _is_like_uniform(result: Result, results: Mapping[str, Result]) -> bool:
+    """Whether uniform has a run with the same budget, seed and widths."""
+    uniform = results.get(replace(result.run, method=UNIFORM).name)
+    return uniform is not None and uniform.widths == result.widths
+
+
+def _search_cost(result: Result, results: Mapping[str, Result], folder: Path) -> tuple[float, int]:
+    """Seconds and sample-passes until the widths were known, together with the run that it started from."""
+    run = result.run
+    if run.method == UNPRUNED:
+        return 0.0, 0
+    if not run.uses:
+        return result.seconds, result.sample_passes
+    if run.uses not in results:
+        raise FileError(f"{folder}: {run.uses}, which {run.name} started from, is not there.")
+    start = results[run.uses]
+    return result.seconds + start.seconds, result.sample_passes + start.sample_passes
+
+
+def _order(result: Result) -> tuple[Any, ...]:
+    """Sort the unpruned network first, then shares of the MACs from the largest on, then other budgets.
+
+    Within a budget our methods come first, in the order of METHODS.
+    """
+    run = result.run
+    share = _macs_share(run.budget) if run.budget else float("inf")
+    methods = list(METHODS)
+    rank = methods.index(run.method) if run.method in methods else len(methods)
+    return -share, run.budget, rank, title(run.method), run.seed
 
 
 def _macs_share(budget: str) -> float:
@@ -90,48 +171,73 @@ def _macs_share(budget: str) -> float:
     return float(targets[0].amount) if is_macs_share else -1.0
 
 
-def _cost(it: Result, results: Mapping[str, Result], folder: Path) -> tuple[float, int]:
-    """Seconds and sample-passes until the widths were known, with the run before."""
-    if it.run.method == UNPRUNED:
-        return 0.0, 0
-    if it.run.uses and it.run.uses not in results:
-        raise FileError(f"{folder}: {it.run.uses}, which {it.run.name} started from, is not there.")
-    both = [it, *([results[it.run.uses]] if it.run.uses else [])]
-    return sum(one.seconds for one in both), sum(one.sample_passes for one in both)
+# the page: text
 
 
 def _describe(settings: Mapping[str, Any]) -> str:
     """Network, data, recipe and seeds in a line."""
-    config, recipe = settings["config"], settings["config"]["train"]
-    return (
-        f"{' '.join([config['model'], *config['model_args']])} on {Path(config['data']).name}: "
-        f"{counted(recipe['epochs'], 'epoch')}, batch {config['batch']}, learning rate {recipe['lr']:g}, decay "
-        f"{recipe['weight_decay']:g}, fine-tuning {counted(settings['finetune_epochs'], 'epoch')}, "
-        f"seeds {', '.join(map(str, settings['seeds']))}."
-    )
+    config = settings["config"]
+    recipe = config["train"]
+    parts = [
+        counted(recipe["epochs"], "epoch"),
+        f"batch {config['batch']}",
+        f"learning rate {recipe['lr']:g}",
+        f"decay {recipe['weight_decay']:g}",
+        f"fine-tuning {counted(settings['finetune_epochs'], 'epoch')}",
+        f"seeds {', '.join(map(str, settings['seeds']))}",
+    ]
+    network = " ".join([config["model"], *config["model_args"]])
+    return f"{network} on {Path(config['data']).name}: {', '.join(parts)}."
 
 
-def _cells(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Mean ± standard deviation (seeds), also of differences to uniform with the same seed; what the search cost."""
-    rows = [["method", "budget", f"accuracy in %, {SAME}", f"points above {UNIFORM}", "its own training, %"]]
-    rows[0] += ["MACs", "params", "search, s", "sample-passes, M"]
-    found: dict[tuple[str, str], dict[bool, Any]] = {}  # by method and budget: the same recipe, its own training
-    for line in lines:
-        found.setdefault((line["method"], line["budget"]), {})[line["own"]] = line
-    for (method, budget), both in found.items():
-        line, base = next(iter(both.values())), found.get((UNIFORM, budget), {}).get(False)
-        same = None if line["same_as"] else both.get(False)
-        known = dict(zip(base["seeds"], base["accuracies"], strict=True)) if base else {}
-        pairs = zip(same["seeds"], same["accuracies"], strict=True) if same and same is not base else ()
-        passes = line["sample_passes"] / 1e6
-        rows.append([method, budget or "100%"])
-        rows[-1] += [
-            spread(same["accuracies"]) if same else f"= {line['same_as']}" if line["same_as"] else "",
-            spread([accuracy - known[seed] for seed, accuracy in pairs if seed in known], sign="+z"),
-            f"{spread(both[True]['accuracies'])}, {both[True]['way']}" if True in both else "",
-            between(*(f"{share:.1%}" for share in line["macs_share"])),
-            between(*(f"{number:,}" for number in line["params"])),
-            f"{line['search_seconds']:,.0f}",
-            f"{passes:,.1f}" if passes >= 1 else f"{passes:.3g}",
-        ]
+def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
+    """The table as text, one row for both trainings of a method at a budget.
+
+    Accuracies are mean ± standard deviation (seeds), and so are differences to uniform with the same seed.
+    """
+    same_recipe = {(line.method, line.budget): line for line in lines if not line.own}
+    own_training = {(line.method, line.budget): line for line in lines if line.own}
+    head = ["method", "budget", f"accuracy in %, {SAME}", f"points above {UNIFORM}", "its own training, %"]
+    rows = [[*head, "MACs", "params", "search, s", "sample-passes, M"]]
+    for method, budget in dict.fromkeys((line.method, line.budget) for line in lines):
+        same = same_recipe.get((method, budget))
+        own = own_training.get((method, budget))
+        line = same or own
+        assert line is not None
+        uniform = same_recipe.get((UNIFORM, budget))
+
+        # Widths that are uniform's are trained once: the cell says by which method.
+        accuracy = above_uniform = ""
+        if line.same_as:
+            accuracy = f"= {line.same_as}"
+        elif same is not None:
+            accuracy = spread(same.accuracies)
+            if uniform is not None and same is not uniform:
+                above_uniform = spread(_differences(same, uniform), sign="+z")
+        rows.append(
+            [
+                method,
+                budget or "100%",
+                accuracy,
+                above_uniform,
+                f"{spread(own.accuracies)}, {own.way}" if own is not None else "",
+                between(*(f"{share:.1%}" for share in line.macs_share)),
+                between(*(f"{count:,}" for count in line.params)),
+                f"{line.search_seconds:,.0f}",
+                _in_millions(line.sample_passes),
+            ]
+        )
     return rows
+
+
+def _differences(line: Line, base: Line) -> list[float]:
+    """How much more accurate a line is than another one, for each seed that both have."""
+    accuracies = dict(zip(base.seeds, base.accuracies, strict=True))
+    pairs = zip(line.seeds, line.accuracies, strict=True)
+    return [accuracy - accuracies[seed] for seed, accuracy in pairs if seed in accuracies]
+
+
+def _in_millions(count: float) -> str:
+    """1,234.5 or 0.00123."""
+    millions = count / 1e6
+    return f"{millions:,.1f}" if millions >= 1 else f"{millions:.3g}"
