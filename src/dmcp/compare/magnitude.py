@@ -26,13 +26,17 @@ from dmcp.training.losses import Loss, classification_loss
 class L1Config(Settings):
     """Settings of the ranking by norms."""
 
-    power: int = setting(1, "Of the weights that are summed: 1 is the paper's L1 norm, 2 the L2 norm.", 1, 2)
+    power: int = setting(1, "Norm of the filters: 1 is the paper's L1 norm, 2 the L2 norm.", 1, 2)
 
 
 def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Keep the channels with the largest filters, the same share of every space; without a state the model's own."""
-    model, graph, widths = loaded(problem, state), problem.graph, problem.uniform()
-    kept = {it.name: strongest(magnitude(model, graph, it, config.power), widths[it.name]) for it in graph.spaces}
+    model = loaded(problem, state)
+    widths = problem.uniform()
+    kept = {}
+    for space in problem.graph.spaces:
+        norms = magnitude(model, problem.graph, space, config.power)
+        kept[space.name] = strongest(norms, widths[space.name])
     return Choice(widths=widths, kept=kept, model=model)
 
 
@@ -43,16 +47,19 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
 class SlimmingConfig(Settings):
     """Settings of network slimming."""
 
-    sparsity: float = setting(1e-4, "Weight of the summed absolute scales in the loss; the paper: 1e-4 or 1e-5.", 0)
+    sparsity: float = setting(1e-4, "Weight of the sum of absolute scales in the loss; the paper: 1e-4 or 1e-5.", 0)
 
 
 def prepare_slimming(problem: Problem, config: SlimmingConfig) -> Prepared:
-    """Train the network with scales that are pulled to zero: one for all budgets."""
-    model, task, engine = narrow(problem.model, {}, {}), problem.task, problem.runtime.engine or Engine()
+    """Train one network for all budgets, with scales that are pulled to zero."""
+    model = narrow(problem.model, {}, {})
+    task = problem.task
+    task_loss = task.loss or classification_loss(problem.recipe.label_smoothing)
+    loss = _with_sparsity(task_loss, model, _scales(model, problem), config.sparsity)
+
+    engine = problem.runtime.engine or Engine()
     if task.loss is None and current().size == 1 and engine.graphs is None:
-        engine = replace(engine, graphs=True)  # the loss below never asks the device for a number
-    usual = task.loss or classification_loss(problem.recipe.label_smoothing)
-    loss = _pulled(usual, model, _scales(model, problem), config.sparsity)
+        engine = replace(engine, graphs=True)  # our loss never asks the device for a number
     runtime = replace(problem.runtime.stage(CHOOSING), engine=engine)
     train(model, problem.loader, problem.recipe, task=replace(task, loss=loss), runtime=runtime)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -62,9 +69,11 @@ def prepare_slimming(problem: Problem, config: SlimmingConfig) -> Prepared:
 def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Drop the channels whose scales are below one threshold, as low as the budget allows.
 
-    Where several layers write a space, their scales are summed, as in the loss: else residual streams would go first.
+    If several layers write a space, their scales are summed, as in the loss: otherwise residual streams would be the
+    first to go.
     """
-    graph, model = problem.graph, loaded(problem, state)
+    graph = problem.graph
+    model = loaded(problem, state)
     scores = [vectors(model, places).abs().sum(dim=1) for places in _scales(model, problem)]
     widths = problem.fit(_above_threshold(problem, scores))
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
@@ -72,34 +81,38 @@ def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, 
 
 
 def _above_threshold(problem: Problem, scores: list[Tensor]) -> Tensor:
-    """Channels of each space above the smallest threshold that is inside the budget, bounds kept. -> (S,)"""
-    bars = torch.cat([torch.tensor([-1.0]), *scores]).sort().values  # the first keeps all, the last none
-    below = [torch.searchsorted(score.sort().values, bars, right=True) for score in scores]
+    """Channels of each space above the smallest threshold that is inside the budget, within the bounds. -> (S,)"""
+    thresholds = torch.cat([torch.tensor([-1.0]), *scores]).sort().values  # the first keeps all, the last none
+    below = [torch.searchsorted(score.sort().values, thresholds, right=True) for score in scores]
     widths = problem.graph.full.tensor() - torch.stack(below, dim=1)  # (N, S)
     widths = widths.maximum(problem.min_widths.tensor()).minimum(problem.widest.tensor())
     return widths[(problem.shares(widths) <= 1).int().argmax()]
 
 
-def _pulled(task: Loss, model: nn.Module, scales: list[list[Place]], sparsity: float) -> Loss:
-    """The task's loss and the absolute scales; a function of tensors only, so that CUDA graphs can hold it."""
-    rows: dict[str, list[Tensor]] = {}
-    for place in (place for places in scales for place in places):
-        rows.setdefault(place.name, []).append(place.rows.flatten())
+def _with_sparsity(task_loss: Loss, model: nn.Module, scales: list[list[Place]], sparsity: float) -> Loss:
+    """The loss of the task plus that of the absolute scales; it uses tensors only, so CUDA graphs can hold it."""
+    rows: dict[str, list[Tensor]] = {}  # of each scale parameter, those of channels that can be pruned
+    for rows_of_space in scales:
+        for tensor_rows in rows_of_space:
+            rows.setdefault(tensor_rows.name, []).append(tensor_rows.rows.flatten())
     parameters: list[Tensor] = [model.get_parameter(name) for name in rows]
-    masks = [torch.zeros(len(parameter)) for parameter in parameters]  # a norm may also have channels that always stay
-    for mask, own in zip(masks, rows.values(), strict=True):
-        mask[torch.cat(own)] = 1
-    pull = sparsity * torch.cat(masks).to(device_of(model))
+    masks = []
+    for parameter, prunable in zip(parameters, rows.values(), strict=True):
+        mask = torch.zeros(len(parameter))
+        mask[torch.cat(prunable)] = 1
+        masks.append(mask)
+    penalty = sparsity * torch.cat(masks).to(device_of(model))
 
     def loss(output: Any, batch: Any) -> Tensor:
-        return task(output, batch) + (torch.cat(parameters).abs() * pull).sum()
+        return task_loss(output, batch) + (torch.cat(parameters).abs() * penalty).sum()
 
     return loss
 
 
 def _scales(model: nn.Module, problem: Problem) -> list[list[Place]]:
-    """Of each space, the scales over its channels."""
-    found = [scaled(model, problem.graph, space) for space in problem.graph.spaces]
-    if missing := [space.name for space, places in zip(problem.graph.spaces, found, strict=True) if not places]:
-        raise TrainingError(f"Slimming needs BatchNorms over all channels: give ignore={missing}, or another method.")
-    return found
+    """The rows of BatchNorm scales that belong to the channels of each space."""
+    scales = [scaled(model, problem.graph, space) for space in problem.graph.spaces]
+    missing = [space.name for space, rows in zip(problem.graph.spaces, scales, strict=True) if not rows]
+    if missing:
+        raise TrainingError(f"Slimming needs a BatchNorm over every space: give ignore={missing}, or another method.")
+    return scales

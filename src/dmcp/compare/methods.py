@@ -34,20 +34,21 @@ from dmcp.searching.supernet import Supernet
 from dmcp.settings import Sampling, SearchConfig, TrainConfig, setting
 from dmcp.training.losses import classification_loss
 
-_RANDOM = 7  # what random numbers are for
+_RANDOM = 7  # tells these random numbers from others of the same seed
 
 
 def find_uniform(problem: Problem, config: Settings) -> Choice:
-    """The uniform widths; no data is seen."""
+    """Uniform widths. Uses no data."""
     widths = problem.uniform()
     return Choice(widths=widths, kept=widths)
 
 
 def find_random(problem: Problem, config: Settings) -> Choice:
-    """The first of many random widths that use the budget; no data is seen."""
+    """The first random widths that use up the budget. Uses no data."""
     random = generator(problem.seed, _RANDOM)
-    bounds = (problem.min_widths, problem.align, FILLED, problem.max_widths)
-    widths = random_widths(problem.graph, problem.budget, random, *bounds)
+    widths = random_widths(
+        problem.graph, problem.budget, random, problem.min_widths, problem.align, FILLED, problem.max_widths
+    )
     return Choice(widths=widths, kept=widths)
 
 
@@ -58,38 +59,56 @@ def find_random(problem: Problem, config: Settings) -> Choice:
 class DmcpConfig(Settings):
     """Settings of a search inside a comparison."""
 
-    epochs: int = setting(30, "Passes over the data, the warm-up among them.", 1)
-    groups: int = setting(10, "Groups that each space is divided into.", 1)
-    lr_share: float = setting(0.5, "Of the recipe's learning rate: a step sums several gradients.", 1e-300)
-    more: Mapping[str, Any] = field(default_factory=dict, metadata={"help": "Other settings of SearchConfig, by name."})
-    hold_out: bool = setting(False, "The alphas learn from the held-out images, the weights from the others.")
+    epochs: int = setting(30, "Passes over the data, warm-up included.", 1)
+    groups: int = setting(10, "Number of groups that each space is divided into.", 1)
+    lr_share: float = setting(0.5, "Learning rate as a share of the recipe's: a step sums several gradients.", 1e-300)
+    more: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "Further settings of SearchConfig, by name."}
+    )
+    hold_out: bool = setting(False, "Train the alphas on the held-out images, and the weights on the others.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.search_config(TrainConfig(), 1, budget="50%")
 
-    def search_config(self, recipe: TrainConfig, batch: int, **known: Any) -> SearchConfig:
-        """The whole settings of the search, its rates by those of a training."""
-        reference = 1024 if recipe.reference_batch else batch  # else rates are never scaled
-        lr = self.lr_share * recipe.lr * reference / (recipe.reference_batch or reference)
-        known |= {"lr": lr, "min_lr": lr / 10, "reference_batch": reference, "weight_decay": recipe.weight_decay}
-        known |= {"label_smoothing": recipe.label_smoothing, "epochs": self.epochs, "groups": self.groups}
-        return SearchConfig(**known | dict(self.more))
+    def search_config(self, recipe: TrainConfig, batch: int, **settings: Any) -> SearchConfig:
+        """The settings of the search. Its learning rates follow from those of a training; `more` has the last word."""
+        reference_batch = 1024 if recipe.reference_batch else batch  # else rates are never scaled
+        recipe_batch = recipe.reference_batch or reference_batch
+        lr = self.lr_share * recipe.lr * reference_batch / recipe_batch
+        settings |= {
+            "lr": lr,
+            "min_lr": lr / 10,
+            "reference_batch": reference_batch,
+            "weight_decay": recipe.weight_decay,
+            "label_smoothing": recipe.label_smoothing,
+            "epochs": self.epochs,
+            "groups": self.groups,
+        }
+        settings |= self.more
+        return SearchConfig(**settings)
 
 
 def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
     """Search the alphas, then take the expected widths."""
     loader = problem.loader
-    known = problem.bounds | {"budget": problem.budget, "seed": problem.seed}
-    settings = config.search_config(problem.recipe, samples_of(loader) // len(loader), **known)
+    batch = samples_of(loader) // len(loader)
+    settings = config.search_config(problem.recipe, batch, **problem.bounds, budget=problem.budget, seed=problem.seed)
     net = Supernet(problem.model, problem.graph, settings.groups, settings.align)
-    arch_loader = problem.held_out if config.hold_out else None
-    runtime = problem.runtime.stage(SEARCH)
-    found = search(net, loader, settings, arch_loader=arch_loader, task=problem.task, runtime=runtime)
-    widths = sampling.expected(replace(found, tolerance=FILLED))
-    trained = settings.epochs if settings.train_weights else settings.warmup_epochs
-    moved = settings.epochs - settings.warmup_epochs if settings.task_loss else 0
-    passes = samples_of(loader) * (trained * (2 + settings.subnets) + moved)
+    result = search(
+        net,
+        loader,
+        settings,
+        arch_loader=problem.held_out if config.hold_out else None,
+        task=problem.task,
+        runtime=problem.runtime.stage(SEARCH),
+    )
+    widths = sampling.expected(replace(result, tolerance=FILLED))
+
+    # Stage 1 runs each sample through several sub-networks, stage 2 through the soft network.
+    weight_epochs = settings.epochs if settings.train_weights else settings.warmup_epochs
+    alpha_epochs = settings.epochs - settings.warmup_epochs if settings.task_loss else 0
+    passes = samples_of(loader) * (weight_epochs * (2 + settings.subnets) + alpha_epochs)
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
 
 
@@ -100,18 +119,19 @@ def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
 class AutoSlimConfig(Settings):
     """Settings of AutoSlim."""
 
-    epochs: int = setting(40, "Passes over the data that train the slimmable network; the paper: 10 to 20 %.", 1)
-    groups: int = setting(10, "Groups that each space is divided into; one is dropped at a time.", 2)
+    epochs: int = setting(40, "Passes over the data to train the slimmable network; the paper: 10 to 20 %.", 1)
+    groups: int = setting(10, "Number of groups that each space is divided into; one is dropped at a time.", 2)
     subnets: int = setting(2, "Random sub-networks in each step, besides the largest and the smallest.", 0)
-    distill: bool = setting(True, "Sub-networks learn from the largest one instead of the labels.")
-    lr_share: float = setting(0.5, "Of the recipe's learning rate: a step sums several gradients.", 1e-300)
+    distill: bool = setting(True, "Distill the sub-networks from the largest one instead of using the labels.")
+    lr_share: float = setting(0.5, "Learning rate as a share of the recipe's: a step sums several gradients.", 1e-300)
     batches: int = setting(4, "Held-out batches that each trial is run on.", 1)
-    at_once: int = setting(1, "Spaces narrowed in one step; more are faster where there are very many.", 1)
+    at_once: int = setting(1, "Spaces narrowed in one step; more is faster for networks with many spaces.", 1)
 
 
 def prepare_autoslim(problem: Problem, config: AutoSlimConfig) -> Prepared:
     """Train the slimmable network: one for all budgets."""
-    samples, recipe = samples_of(problem.loader), problem.recipe
+    samples = samples_of(problem.loader)
+    recipe = problem.recipe
     net = Supernet(problem.model, problem.graph, config.groups, problem.align)
     settings = SearchConfig(  # a search that trains weights only, by the recipe
         budget=problem.graph.macs(problem.max_widths) if problem.max_widths else 1.0,  # the alphas stay anyway
@@ -140,11 +160,11 @@ def prepare_autoslim(problem: Problem, config: AutoSlimConfig) -> Prepared:
 
 
 def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Narrow the slimmable network, `state` of `prepare`, group by group, until it is inside the budget."""
+    """Narrow the slimmable network group by group until it is inside the budget; `state` comes from `prepare`."""
     graph = problem.graph
     net = Supernet(loaded(problem, state), graph, config.groups, problem.align)
-    path = make_chains(net, min_channels=problem.min_widths, max_channels=problem.widest, align=problem.align)
-    borders = path.sizes.cumsum(dim=1).cpu()  # (S, G)
+    chains = make_chains(net, min_channels=problem.min_widths, max_channels=problem.widest, align=problem.align)
+    borders = chains.sizes.cumsum(dim=1).cpu()  # (S, G)
     check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.max_widths)
     slimmed, passes = _slim(net, borders, problem, config)
     widths = problem.fit(slimmed)
@@ -153,23 +173,27 @@ def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, 
 
 @torch.no_grad()
 def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConfig) -> tuple[Tensor, int]:
-    """The first widths on the greedy way that are inside the budget, and the samples that were run. -> (S,)"""
-    widths, runs = problem.widest.tensor(), 0
+    """Drop the group that hurts least, again and again; widths inside the budget, and the samples run. -> (S,)"""
+    widths = problem.widest.tensor()
     share = problem.shares(widths[None])
+    runs = 0
     with held_out_batches(problem, net.model, config.batches, problem.task.loss is None) as (batches, resolved):
         losses = _losses(net, problem, batches, resolved)
         while share > 1:
             trials = _narrower(widths, borders)  # (C, S)
-            found = losses(torch.cat([widths[None], trials]))
-            harm = found[1:] - found[0]
+            results = losses(torch.cat([widths[None], trials]))
+            harm = results[1:] - results[0]
             if not harm.isfinite().any():
                 raise TrainingError("No trial has a finite loss: prepare the network with a smaller lr_share.")
-            chosen = trials[harm.nan_to_num(nan=torch.inf).argsort(stable=True)[: config.at_once]].cummin(dim=0).values
-            every = problem.shares(chosen)
-            place = min(int((every > 1).sum()), len(chosen) - 1)  # the first inside, or the last
-            widths, share = chosen[place], every[place]
-            runs += len(found)
-            problem.log({"trials": runs, "loss": found[0].item(), "spent": share.item()})
+
+            # Narrow the spaces that suffer least, one after the other, until the first widths inside the budget.
+            best = harm.nan_to_num(nan=torch.inf).argsort(stable=True)[: config.at_once]
+            steps = trials[best].cummin(dim=0).values
+            shares = problem.shares(steps)
+            index = min(int((shares > 1).sum()), len(steps) - 1)  # the first inside, or the last
+            widths, share = steps[index], shares[index]
+            runs += len(results)
+            problem.log({"trials": runs, "loss": results[0].item(), "spent": share.item()})
     return widths, runs * sum(map(size_of, batches))
 
 
@@ -183,7 +207,7 @@ def _narrower(widths: Tensor, borders: Tensor) -> Tensor:
 
 
 def _losses(net: Supernet, problem: Problem, batches: list[Any], engine: ResolvedEngine) -> Callable[[Tensor], Tensor]:
-    """What gives the held-out losses of sub-networks, (C, S) -> (C,) on the CPU."""
+    """A function that computes the held-out losses of sub-networks, (C, S) -> (C,) on the CPU."""
     sizes = torch.tensor([float(size_of(batch)) for batch in batches])
     weights = (sizes / sizes.sum()).to(engine.device)
     task = problem.task.loss or classification_loss()
@@ -221,12 +245,12 @@ class Method:
 
     find: Callable[..., Choice]  # of a problem, the settings and, if there is one, the state dict that it starts from
     config: Callable[..., Any] = Settings  # its settings: a frozen dataclass with a default for each
-    prepare: Callable[[Problem, Any], Prepared] | None = None  # trains what it starts from, once for all budgets
+    prepare: Callable[[Problem, Any], Prepared] | None = None  # trains the network it starts from, for all budgets
     trained: bool = False  # whether it starts from the unpruned network, trained on all training images
     own: Own | None = None
-    holds_out: bool = False  # whether it chooses by the held-out images, and must not train on them
+    holds_out: bool = False  # whether it chooses by the held-out images, so that it must not train on them
     full: bool = False  # whether fine-tuning takes the whole recipe, not --finetune-epochs at a tenth of the rate
-    one_ratio: bool = False  # whether its widths are those of uniform, and only the channels its own
+    one_ratio: bool = False  # whether its widths are those of uniform, and it chooses only which channels stay
 
 
 METHODS: dict[str, Method] = {
@@ -242,25 +266,28 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """The method of this name: ours, or one that is imported."""
+    """The method with this name: one of ours, or the user's own, which is imported."""
     if name in METHODS:
         return METHODS[name]
-    if ":" in name:
-        found = imported(*name.split(":", 1))
-        return found if isinstance(found, Method) else Method(lambda problem, config: found(problem))
-    raise DmcpError(f"There is no method {name!r}: take one of {', '.join(METHODS)}, or package.module:NAME.")
+    if ":" not in name:
+        raise DmcpError(f"{name!r} is not a method. Use one of {', '.join(METHODS)}, or package.module:NAME.")
+    method = imported(*name.split(":", 1))
+    if isinstance(method, Method):
+        return method
+    return Method(lambda problem, config: method(problem))  # a function of the problem
 
 
 def title(name: str) -> str:
-    """What a method is called in tables and folders: mypackage.mymodule:mine is mine."""
+    """The name of a method in tables and folders; "mine" for mypackage.mymodule:mine."""
     return name.rpartition(":")[2]
 
 
 def choose(name: str, problem: Problem, config: Any, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """What a method chooses; BudgetError where that is not what was asked for."""
+    """What a method chooses; BudgetError if that is not what was asked for."""
     method = find_method(name)
+    has_state = method.trained or method.prepare is not None
     with blaming(f"{name} failed", TrainingError):
-        choice = method.find(problem, config, *((state,) if method.trained or method.prepare else ()))
+        choice = method.find(problem, config, state) if has_state else method.find(problem, config)
         if not isinstance(choice, Choice):
             raise TrainingError(f"{name} must return a Choice, not a {type(choice).__name__}.")
         choice.check(problem)
@@ -270,10 +297,13 @@ def choose(name: str, problem: Problem, config: Any, state: Mapping[str, Tensor]
 
 
 def chooser(name: str, problem: Problem, once: bool) -> Callable[[Budget], Choice]:
-    """A method with its usual settings, which starts from the weights of the model; once: for one budget only."""
+    """A method with its default settings, which starts from the weights of the model.
+
+    once: it is called for one budget only.
+    """
     method = find_method(name)
     config = method.config()
     state = method.prepare(problem, config).state if method.prepare else None
-    if not once:  # their checkpoints would have one name
+    if not once:  # the checkpoints of several budgets would have the same name
         problem = replace(problem, runtime=replace(problem.runtime, checkpointer=None))
     return lambda budget: choose(name, replace(problem, budget=budget), config, state)

@@ -31,6 +31,7 @@ from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.widths import Widths
 from dmcp.training.loop import Runtime
 
 PLANS = "plans"  # folder with the plan of each run
@@ -123,7 +124,8 @@ def problem_of(
     graph = subject.graph
     search = SearchConfig(budget="50%", **protocol.bounds)  # for its bounds only
     net = Supernet(subject.model, graph, search.groups, search.align)
-    min_widths, max_widths = net.min_widths, None
+    min_widths = net.min_widths
+    max_widths: Widths | None = None
     if search.min_channels or search.max_channels:
         limits = make_chains(
             net, min_channels=search.min_channels, max_channels=search.max_channels, align=search.align
