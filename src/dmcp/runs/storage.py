@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +43,22 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
     Whenever this is killed, `load` finds the old result or the new one: both files are complete before either is
     renamed, and widths.json has the checksum of its weights.
     """
-    folder, small = Path(folder), unwrap(small)
-    tensors = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in named_tensors(small).items()
-    }
+    folder = Path(folder)
+    small = unwrap(small)
+    tensors = {}
+    for name, tensor in named_tensors(small).items():
+        tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    for dim in widths.dims:
-        if shapes.get(dim.tensor, [])[dim.dim : dim.dim + 1] != [dim.size(widths)]:
-            wanted = f"dim {dim.dim} of {dim.tensor} must be {dim.size(widths)}"
-            raise WidthsError(f"These widths are not those of this network: {wanted}.")
+    _check_widths(widths, shapes)
     try:
         weights = safetensors.torch.save(tensors)
     except KeyError as error:
-        raise WidthsError(f"A safetensors file holds no {error}: keep such weights as two real tensors.") from error
-    # every attribute that could follow a width, changed or not: the unpruned model is not known here
-    ints = {path: {key: v for key, v in vars(part).items() if _is_ints(v)} for path, part in small.named_modules()}
+        text = f"A safetensors file cannot hold tensors of type {error}: store such weights as two real tensors."
+        raise WidthsError(text) from error
     record = {
         "format": FORMAT,
         **widths.to_json(),
-        "attributes": {path: attributes for path, attributes in ints.items() if attributes},
+        "attributes": _int_attributes(small),
         "tensors": shapes,
         "sha256": hashlib.sha256(weights).hexdigest(),
     }
@@ -73,102 +69,142 @@ def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> No
         raise FileError(f"{folder}: the result cannot be written: {error.strerror or error}.") from error
 
 
+def _check_widths(widths: Widths, shapes: Mapping[str, list[int]]) -> None:
+    """Refuse widths that are not those of the tensors with these shapes."""
+    for dim in widths.dims:
+        size = dim.size(widths)
+        shape = shapes.get(dim.tensor, [])
+        if dim.dim >= len(shape) or shape[dim.dim] != size:
+            raise WidthsError(
+                f"These are not the widths of this network: dim {dim.dim} of {dim.tensor} must be {size}."
+            )
+
+
+def _int_attributes(small: nn.Module) -> dict[str, dict[str, Any]]:
+    """Attributes that may follow a width, by module: all ints, as it is not known here which of them did change."""
+    attributes = {}
+    for path, module in small.named_modules():
+        ints = {name: value for name, value in vars(module).items() if _is_ints(value)}
+        if ints:
+            attributes[path] = ints
+    return attributes
+
+
 @checked
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """The network that `save` wrote, as a copy of the model: the unpruned architecture, freshly built, not changed.
+    """Load the network that `save` wrote, as a narrowed copy of the model, which is the unpruned architecture.
 
     Values and dtypes are the saved ones; devices, mode and requires_grad are the model's. A run folder needs no model
-    if a library builds it by name. "owner/name" that is no folder here is fetched from the Hugging Face Hub.
+    if a library builds it by name. "owner/name" that is not a folder here is fetched from the Hugging Face Hub.
     """
-    place = _place(Path(folder))
-    model = _built(place(SETTINGS)) if model is None else unwrap(model)
-    own = named_tensors(model)
-    record, tensors = _read(place, _MAX_EXTRA + sum(16 * tensor.numel() for tensor in own.values()))
+    locate = _locate(Path(folder))
+    model = _build_unpruned(locate(SETTINGS)) if model is None else unwrap(model)
+    model_tensors = named_tensors(model)
+    max_bytes = _MAX_EXTRA + sum(16 * tensor.numel() for tensor in model_tensors.values())
+    record, tensors = _read(locate, max_bytes)
     if Widths.from_json(record).fingerprint != fingerprint(model):
         raise WidthsError(f"{folder}: saved from another architecture: build the unpruned model exactly as it was.")
-    if any(tensor.is_meta for tensor in own.values()):
+    if any(tensor.is_meta for tensor in model_tensors.values()):
         raise WidthsError("The model is on the meta device, where tensors have no values: build it on a real one.")
-    try:  # the fingerprint sees neither ties nor attributes
-        parts, attributes = dict(model.named_modules()), dict[str, dict[str, Any]]()
+
+    # The fingerprint sees neither ties nor attributes.
+    modules = dict(model.named_modules())
+    attributes: dict[str, dict[str, Any]] = {}
+    try:
         for path, saved in record["attributes"].items():
-            attributes[path] = {name: _like(vars(parts[path])[name], value) for name, value in saved.items()}
-        if {name: _kind(it) for name, it in own.items()} != {name: _kind(it) for name, it in tensors.items()}:
+            current = vars(modules[path])
+            attributes[path] = {name: _like(current[name], value) for name, value in saved.items()}
+        if _kinds(model_tensors) != _kinds(tensors):
             raise ValueError("other tensors")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WidthsError(f"{folder}: saved from another version of this model: {quote(repr(error))}.") from error
+
     small = narrow(model, {}, attributes)
     for name, tensor in named_tensors(small).items():
         tensor.data = tensors[name].to(tensor.device)
     return small
 
 
-def _place(folder: Path) -> Callable[[str], Path]:
-    """Where a file of the folder is: there, else in the cache of the Hub, whose folders have links to its files."""
+def _locate(folder: Path) -> Callable[[str], Path]:
+    """A function that gives the path of a file by its name: in the folder, or in the cache of the Hub.
+
+    Folders of that cache hold links, which are followed.
+    """
     if folder.exists():
         return folder.joinpath
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", folder.as_posix()):
-        raise FileError(f"{folder}: there is no such folder.")
+        raise FileError(f"{folder}: this folder does not exist.")
     try:
         from huggingface_hub import snapshot_download  # late: it is an extra
 
-        found = Path(snapshot_download(folder.as_posix(), allow_patterns=[WEIGHTS, WIDTHS, SETTINGS]))
+        snapshot = Path(snapshot_download(folder.as_posix(), allow_patterns=[WEIGHTS, WIDTHS, SETTINGS]))
     except ImportError:
-        raise FileError(f'{folder}: no such folder; for the Hub: pip install "torch-dmcp[hub]".') from None
+        text = f'{folder}: this folder does not exist. To load from the Hub: pip install "torch-dmcp[hub]".'
+        raise FileError(text) from None
     except Exception as error:  # many kinds: no such name, no network, no right to read it
-        raise FileError(f"{folder}: no such folder, nor does the Hub give it: {quote(error)}.") from error
-    return lambda name: (found / name).resolve()
+        raise FileError(f"{folder}: neither a folder, nor found on the Hub: {quote(error)}.") from error
+    return lambda name: (snapshot / name).resolve()
 
 
-def _built(path: Path) -> nn.Module:
-    """The unpruned network of a run; no code but that of libraries is run, and they get numbers only."""
+def _build_unpruned(path: Path) -> nn.Module:
+    """Build the unpruned network of a run by its settings. Only code of libraries is run, with numbers as arguments."""
     try:
-        stored = parse_json(read_bytes(path, MOST_JSON), path)
-        name, typed, classes = stored["model"], stored["model_args"], stored["classes"]
-        numbers = all(isinstance(value, int | float | None) for _, value in map(models.argument, typed))
-        if not models.is_harmless(name, typed) or not numbers:
-            raise ValueError(f"built by {' '.join((name, *typed))}")
-        return models.rebuild(name, typed, classes)
+        settings = parse_json(read_bytes(path, MOST_JSON), path)
+        name = settings["model"]
+        arguments = settings["model_args"]
+        are_numbers = all(isinstance(value, int | float | None) for _, value in map(models.argument, arguments))
+        if not models.is_harmless(name, arguments) or not are_numbers:
+            raise ValueError(f"built by {' '.join((name, *arguments))}")
+        return models.rebuild(name, arguments, settings["classes"])
     except (AttributeError, DmcpError, KeyError, TypeError, ValueError) as error:
-        raise FileError(f"{path.parent}: {quote(error).rstrip('.')}: give load the unpruned model, too.") from error
+        text = f"{path.parent}: {quote(error).rstrip('.')}: pass the unpruned model to `load`, too."
+        raise FileError(text) from error
 
 
 def _is_ints(value: object) -> bool:
-    """An int, or a tuple or list of ints; bools are not ints here, and a torch.Size is what forward met."""
+    """Whether it is an int, or a tuple or list of ints. Bools do not count, nor a torch.Size, which forward stored."""
     if isinstance(value, torch.Size):
         return False
     items = list(value) if isinstance(value, tuple | list) else [value]
     return bool(items) and all(type(item) is int for item in items)
 
 
-def _kind(tensor: Tensor) -> object:
-    return tensor.ndim, tensor.is_floating_point(), tensor.is_complex()
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """What must be the same of a tensor before and after pruning, by name."""
+    return {name: (tensor.ndim, tensor.is_floating_point(), tensor.is_complex()) for name, tensor in tensors.items()}
 
 
-def _like(known: Any, value: Any) -> Any:
-    """A saved attribute in the type of the model's own, as JSON has lists only; ValueError if it does not fit."""
-    if not (_is_ints(known) and _is_ints(value)) or isinstance(value, int) != isinstance(known, int):
-        raise ValueError(f"{known!r} in the place of {value!r}")
-    return getattr(type(known), "_make", type(known))(value)
+def _like(current: Any, value: Any) -> Any:
+    """A saved attribute in the type that the model's has, since JSON has lists only; ValueError if it does not fit."""
+    are_ints = _is_ints(current) and _is_ints(value)
+    if not are_ints or isinstance(value, int) != isinstance(current, int):
+        raise ValueError(f"{current!r} in the place of {value!r}")
+    convert = getattr(type(current), "_make", type(current))  # a namedtuple is not made by its class
+    return convert(value)
 
 
-def _read(place: Callable[[str], Path], most: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The record and the tensors of a saved result, if they belong together and nobody has edited them.
+def _read(locate: Callable[[str], Path], max_bytes: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the record and the tensors of a result, if they belong together and nobody has edited them.
 
     A save that was killed between its two renames left new weights, and their widths.json under its staging name.
     """
-    weights, problems = read_bytes(place(WEIGHTS), most), list[FileError]()
-    for path in (place(WIDTHS), place(staging_name(WIDTHS))):
+    weights = read_bytes(locate(WEIGHTS), max_bytes)
+    problems: list[FileError] = []
+    for path in (locate(WIDTHS), locate(staging_name(WIDTHS))):
         try:
-            record = parse_json(read_bytes(path, MOST_JSON), path)
-            if (
-                not isinstance(record, dict)
-                or record.get("format") != FORMAT
-                or record.get("digest") != record_hash(record)
-            ):
-                raise FileError(f"{path}: no result in the format {FORMAT!r}, or changed since it was saved.")
+            record = _read_record(path)
             if record.get("sha256") != hashlib.sha256(weights).hexdigest():
-                raise FileError(f"{place(WEIGHTS)}: not the weights that were saved: truncated or changed since.")
-            return record, parse_tensors(weights, place(WEIGHTS))
+                raise FileError(f"{locate(WEIGHTS)}: not the weights that were saved: truncated or changed since.")
+            return record, parse_tensors(weights, locate(WEIGHTS))
         except FileError as error:
             problems.append(error)
     raise problems[0]
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Read widths.json, with its format and checksum."""
+    record = parse_json(read_bytes(path, MOST_JSON), path)
+    is_record = isinstance(record, dict) and record.get("format") == FORMAT
+    if not is_record or record.get("digest") != record_hash(record):
+        raise FileError(f"{path}: not a result in the format {FORMAT!r}, or changed since it was saved.")
+    return dict(record)
