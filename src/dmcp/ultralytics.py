@@ -24,22 +24,11 @@ from dmcp.runtime.progress import showing
 from dmcp.settings import Retrain, SearchConfig, defaults
 from dmcp.tracing.modules import modules_of
 from dmcp.tracing.trace import trace
+from dmcp.tracing.widths import Widths
 from dmcp.training.calibration import recalibrate
 from dmcp.training.loop import Runtime, Task
 
 _PRUNED = "This YOLO is pruned: dmcp.ultralytics.train(yolo, ...) trains it, yolo.train(...) would build the full one."
-
-
-class Predictions(nn.Module):
-    """A model with the same modules that gives what the loss reads; of the features beside it only the size matters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.__dict__.update(model.__dict__)
-        self.__class__ = type("Predictions", (Predictions, type(model)), {})  # not around it: names stay as they are
-
-    def forward(self, x: Tensor) -> Any:
-        output = super().forward(x)
-        return _without_features(output[1] if not self.training and isinstance(output, tuple) else output)
 
 
 def prune(
@@ -53,7 +42,7 @@ def prune(
     runtime: Runtime = Runtime(),
     **settings: Any,
 ) -> Any:
-    """A smaller YOLO of the same class, inside the budget, for `train`; the given one is not changed.
+    """Search a smaller YOLO of the same class, inside the budget, for `train`; the given one is not changed.
 
     Its `widths` are the channels of each space, by name.
     budget, search, latency, runtime: as in `dmcp.prune`, but one budget.
@@ -61,65 +50,83 @@ def prune(
     ignore: modules of `yolo.model` or spaces, by name, whose channels are not pruned.
     settings: those of Ultralytics' own `train`: data, imgsz, batch, device, workers, ...
     """
-    specs, keeping = read_specs(search, budget), _keeping(yolo)
+    specs = read_specs(search, budget)
+    trainer_class = _trainer_class(yolo)
     overrides = {**yolo.overrides, "plots": False, "amp": False, **settings, "task": yolo.task, "mode": "train"}
     if len(specs) > 1:
         raise BudgetError(f"A YOLO is pruned for one budget, not {len(specs)}: call prune for each.")
     if not overrides.get("data"):
         raise DataError('The search needs data: give data="coco8.yaml", or what else Ultralytics trains on.')
-    trainer = keeping(overrides=overrides)
-    given = copy.deepcopy(yolo.model)
-    trainer.model = trainer.get_model(cfg=given.yaml, weights=given)
+
+    # A copy of the model, in Ultralytics' own trainer, which has the data and the loss.
+    trainer = trainer_class(overrides=overrides)
+    copy_of_model = copy.deepcopy(yolo.model)
+    trainer.model = trainer.get_model(cfg=copy_of_model.yaml, weights=copy_of_model)
     trainer._setup_train()
     unset_deterministic()
-    model, batches = Predictions(trainer.model).train(), _Batches(trainer)
-    trained, size = bool(yolo.ckpt), trainer.batch_size
-    config = search or replace(
-        defaults(specs[0], Retrain.FINETUNE, trained=trained, images=len(batches) * size, batch=size).search,
-        distill=False,
-        lr=2e-4 if trained else 1e-3,
-        min_lr=2e-5 if trained else 1e-4,
-        reference_batch=size,
-    )
-    config = config if epochs is None else replace(config, epochs=epochs)
-    first = next(iter(batches))["input"][:2]
-    graph = trace(model, first, ignore)
-    task, loaders = Task(loss=_loss(trainer.model), optimizer=torch.optim.AdamW), Loaders(search=batches)
+    model = Predictions(trainer.model).train()
+    batches = _Batches(trainer)
+
+    # What can be pruned, and how it is searched.
+    example = next(iter(batches))["input"][:2]
+    graph = trace(model, example, ignore)
+    config = search
+    if config is None:
+        config = _default_search(specs[0], trained=bool(yolo.ckpt), batches=len(batches), batch_size=trainer.batch_size)
+    if epochs is not None:
+        config = replace(config, epochs=epochs)
+
     with showing(runtime.progress, lines=True):
-        graph, timer = with_latency(model, graph, first, specs, config, latency, runtime)
-        [(name, wanted)] = parse_budgets(specs, graph, *reachable(graph, config)).items()
+        graph, timer = with_latency(model, graph, example, specs, config, latency, runtime)
+        low, high = reachable(graph, config)
+        [(name, parsed_budget)] = parse_budgets(specs, graph, low, high).items()
         job = PruneJob(
             model=model,
             graph=graph,
-            budgets={name: wanted},
+            budgets={name: parsed_budget},
             search=config,
-            loaders=loaders,
-            task=task,
+            loaders=Loaders(search=batches),
+            task=Task(loss=_loss_of(trainer.model), optimizer=torch.optim.AdamW),
             runtime=runtime,
             timer=timer,
         )
-        found = search_widths(resumable(job)).cuts[name]
-    small, widths = found.cut(graph), found.widths
-    check_budget(small, widths, graph, wanted)
+        planned = search_widths(resumable(job)).cuts[name]
+
+    # The cut network, as a YOLO.
+    small = planned.cut(graph)
+    check_budget(small, planned.widths, graph, parsed_budget)
     recalibrate(small, batches)
-    result = copy.copy(yolo)
-    result._modules = {}  # a copy shares them
     small.__class__ = type(trainer.model)
-    result.model, result.predictor, result.trainer, result.widths = _finished(small), None, None, widths
-    result.ckpt, result.overrides = {"model": result.model}, dict(yolo.overrides)
-    LOGGER.info(f"Pruned from {graph.macs():,} to {graph.macs(widths):,} MACs.")
-    if found.latency is not None:
-        LOGGER.info(found.latency.text)
-    return result
+    LOGGER.info(f"Pruned from {graph.macs():,} to {graph.macs(planned.widths):,} MACs.")
+    if planned.latency is not None:
+        LOGGER.info(planned.latency.text)
+    return _yolo_with(yolo, _finished(small), planned.widths)
 
 
 def train(yolo: Any, **settings: Any) -> Any:
-    """`yolo.train(...)` of a pruned YOLO, which keeps its widths."""
-    return yolo.train(trainer=_keeping(yolo), **settings)
+    """Train a pruned YOLO as `yolo.train(...)` does; it keeps its widths."""
+    return yolo.train(trainer=_trainer_class(yolo), **settings)
 
 
-def _keeping(yolo: Any) -> Any:
-    """The trainer of the YOLO's task, but for a pruned model, which stays as it is."""
+class Predictions(nn.Module):
+    """A model with the same modules that gives what the loss reads; of the features beside it only the size matters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.__dict__.update(model.__dict__)
+        self.__class__ = type("Predictions", (Predictions, type(model)), {})  # not around it: names stay as they are
+
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x)
+        if isinstance(output, tuple) and not self.training:
+            output = output[1]
+        return _without_features(output)
+
+
+# Ultralytics' trainer
+
+
+def _trainer_class(yolo: Any) -> Any:
+    """The trainer of the YOLO's task, but one that leaves a pruned model as it is."""
     if not isinstance(yolo, Model) or not isinstance(yolo.model, nn.Module):
         raise TrainingError(f'A YOLO with its weights is needed, like YOLO("yolo11n.pt"), not {str(yolo)[:60]!r}.')
     pruned = getattr(yolo.model, "pruned", False)
@@ -133,7 +140,8 @@ class _Keeping:
     data: Any
 
     def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> Any:
-        if not (self.pruned if weights is None else getattr(weights, "pruned", False)):
+        is_pruned = self.pruned if weights is None else getattr(weights, "pruned", False)
+        if not is_pruned:
             return super().get_model(cfg=cfg, weights=weights, verbose=verbose)  # type: ignore[misc]
         if weights is None:
             raise TrainingError("A pruned YOLO is trained on from its own weights: leave out pretrained=False.")
@@ -158,15 +166,27 @@ class _Batches:
             yield {"input": batch["img"], **batch}
 
 
-def _loss(model: Any) -> Any:
+def _default_search(spec: Spec, *, trained: bool, batches: int, batch_size: int) -> SearchConfig:
+    """The usual settings of a search, but with rates for AdamW, and without distillation: detectors have no classes."""
+    usual = defaults(spec, Retrain.FINETUNE, trained=trained, images=batches * batch_size, batch=batch_size).search
+    lr = 2e-4 if trained else 1e-3
+    return replace(usual, distill=False, lr=lr, min_lr=lr / 10, reference_batch=batch_size)
+
+
+# the loss, which reads features beside the predictions only for their sizes
+
+
+def _loss_of(model: Any) -> Any:
+    """The model's own loss, as a mean over the images."""
     strides = [int(stride) for stride in getattr(model, "stride", ())]
 
     def loss(output: Any, batch: Any) -> Tensor:
         images = batch["img"]
-        sizes = [[len(images), 0, *(side // stride for side in images.shape[2:])] for stride in strides]
-        output = _with_features(output, [images.new_empty(size) for size in sizes])
-        whole: Tensor = model.loss(batch, output)[0].sum()
-        return whole / len(images) if isinstance(output, dict) else whole  # detectors sum over the images
+        height, width = images.shape[2:]
+        features = [images.new_empty(len(images), 0, height // stride, width // stride) for stride in strides]
+        total: Tensor = model.loss(batch, _with_features(output, features))[0].sum()
+        is_detector = isinstance(output, dict)  # then the loss is a sum over the images
+        return total / len(images) if is_detector else total
 
     return loss
 
@@ -185,11 +205,29 @@ def _with_features(output: Any, features: list[Tensor]) -> Any:
     return {key: _with_features(value, features) for key, value in output.items()}
 
 
+# the pruned YOLO
+
+
 def _finished(model: Any) -> Any:
-    """A cut model as Ultralytics keeps it: export reads a width that forward does not, and the loss belongs to us."""
+    """Prepare a cut model as Ultralytics keeps it."""
     for part in modules_of(model):
         if isinstance(part, C2f):
-            part.c = part.cv1.conv.out_channels // 2
-    model.pruned, model.criterion = True, None
-    model.yaml = {**model.yaml, "scales": model.yaml.get("scales") or {"": ()}, "scale": _PRUNED}  # a KeyError says it
+            part.c = part.cv1.conv.out_channels // 2  # a width that forward does not read, but export does
+    model.pruned = True
+    model.criterion = None  # the loss belongs to the search
+    scales = model.yaml.get("scales") or {"": ()}
+    model.yaml = {**model.yaml, "scales": scales, "scale": _PRUNED}  # building the full model raises a KeyError with it
     return model.eval()
+
+
+def _yolo_with(yolo: Any, model: Any, widths: Widths) -> Any:
+    """A copy of a YOLO with another model."""
+    result = copy.copy(yolo)
+    result._modules = {}  # the copy would share those of the given one
+    result.model = model
+    result.widths = widths
+    result.predictor = None
+    result.trainer = None
+    result.ckpt = {"model": model}
+    result.overrides = dict(yolo.overrides)
+    return result
