@@ -23,7 +23,8 @@ import dmcp
 from dmcp import pruning
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.exporting import latency as tables
-from dmcp.exporting.latency import Latency, measure_latency, sample_widths, timer_like
+from dmcp.exporting.latency import Latency, measure_latency, sample_widths
+from dmcp.exporting.latency_limit import choose_within_latency, timer_like
 from dmcp.exporting.timing import Timer, device_name
 from dmcp.markov import CHAIN
 from dmcp.models import build
@@ -227,7 +228,7 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[An
         return sum(widths.values()), widths, dmcp.cut(traced()[0], graph, widths)
 
     low, timer = graph.widths(sizes[:, 0].tolist()), timer_like(table(), None, device)
-    width, outcome = tables.choose_within_latency(
+    width, outcome = choose_within_latency(
         pick, found.budget, graph, lowest=graph.cost("latency", low), model=traced()[0], timer=timer
     )
     return outcome, width - sum(expected(found).values())

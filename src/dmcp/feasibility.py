@@ -11,7 +11,8 @@ from torch import nn
 
 from dmcp.budgets import LATENCY, Budget, limits_latency, show_cost
 from dmcp.errors import BudgetError
-from dmcp.exporting.latency import Latency, attach_latency, measure_latency, timer_like
+from dmcp.exporting.latency import Latency, measure_latency
+from dmcp.exporting.latency_limit import attach_latency, timer_like
 from dmcp.exporting.timing import Measure, Timer
 from dmcp.markov import group_sizes
 from dmcp.request import Spec

@@ -15,7 +15,8 @@ from dmcp.compare.methods import chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
 from dmcp.errors import WidthsError
-from dmcp.exporting.latency import Latency, LatencyOutcome, choose_within_latency
+from dmcp.exporting.latency import Latency
+from dmcp.exporting.latency_limit import LatencyOutcome, choose_within_latency
 from dmcp.exporting.timing import Measure, Timer
 from dmcp.feasibility import check_budget, latency_folder, parse_budgets, reachable, with_latency
 from dmcp.request import (

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dmcp.budgets import Budget
-from dmcp.exporting.latency import LatencyOutcome
+from dmcp.exporting.latency_limit import LatencyOutcome
 from dmcp.exporting.timing import time_in_turns
 from dmcp.runtime.batches import Loader, device_of, size_of
 from dmcp.searching.records import SearchRecord, SearchResult

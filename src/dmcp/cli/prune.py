@@ -28,7 +28,8 @@ from dmcp.cli.session import Job, Replaced, describe_costs, describe_replaced, l
 from dmcp.cutting import cut
 from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.errors import DmcpError
-from dmcp.exporting.latency import LATENCY_FILE, Latency, attach_latency
+from dmcp.exporting.latency import LATENCY_FILE, Latency
+from dmcp.exporting.latency_limit import attach_latency
 from dmcp.exporting.timing import synchronize
 from dmcp.feasibility import parse_budgets, reachable, time_networks
 from dmcp.pruning import PruneJob, phases

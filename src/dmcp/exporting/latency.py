@@ -1,17 +1,14 @@
-"""Latency: networks of many widths are measured, a table forecasts the time of any, and widths are chosen by it."""
+"""Latency tables: networks of many widths are measured, and a fit forecasts the time of any widths."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import functools
 import hashlib
 import json
 import math
 import os
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,12 +20,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dmcp.arguments import checked
-from dmcp.budgets import LATENCY, Budget, Limit, limits_latency
+from dmcp.budgets import LATENCY
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.exporting.export import missing_packages
 from dmcp.exporting.timing import Measure, Timer, device_name
 from dmcp.runtime.batches import device_of, generator
-from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, record_hash, write_files
 from dmcp.runtime.progress import each, shown
 from dmcp.searching.sampling import between
@@ -38,7 +34,7 @@ from dmcp.tracing.coupling import Dims
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import narrow, unwrap
 from dmcp.tracing.trace import trace
-from dmcp.tracing.widths import Widths, tuples
+from dmcp.tracing.widths import tuples
 from dmcp.units import FS_PER_MS, show_ms
 
 Array = NDArray[np.float64]
@@ -371,162 +367,3 @@ def nonnegative(amounts: Array, times: Array) -> Array:
         if (prices >= 0).all():
             return prices
         is_free[np.argmin(prices * scale)] = False
-
-
-# choosing widths by it
-
-CHOICE_FILE = "choice-{}.json"  # times of what was picked, beside the checkpoints of a search
-_TRIES = 3  # further choices, if a network is slower than its forecast
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyOutcome:
-    """How a latency limit ended: milliseconds of a forward pass."""
-
-    asked_ms: float
-    predicted_ms: float
-    unpruned_ms: float
-    how: str  # device and batch, in words
-    measured_ms: float | None = None  # None: not on this machine
-    again: int = 0  # how often widths were chosen again, because the network was too slow
-
-    @property
-    def held(self) -> bool:
-        """Whether the network is fast enough, as measured, or else as predicted."""
-        ms = self.predicted_ms if self.measured_ms is None else self.measured_ms
-        return ms <= self.asked_ms
-
-    @property
-    def text(self) -> str:
-        """The outcome in a sentence."""
-        measured = "not measured"
-        if self.measured_ms is not None:
-            measured = f"measured {show_ms(self.measured_ms)}"
-        if self.again:
-            measured += f", chosen again {self.again}x"
-        return (
-            f"latency {self.how}: asked {show_ms(self.asked_ms)}, predicted {show_ms(self.predicted_ms)}, {measured}; "
-            f"the unpruned network takes {show_ms(self.unpruned_ms)}"
-        )
-
-    @property
-    def warning(self) -> str:
-        """A sentence about a limit that is exceeded, or was not measured; empty otherwise."""
-        if self.measured_ms is None:
-            return (
-                f"The latency was not measured, {show_ms(self.predicted_ms)} is a forecast: "
-                f"the table was measured {self.how}, which is not available here."
-            )
-        if self.held:
-            return ""
-        return (
-            f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for. "
-            "Choose a smaller budget, or measure on an idle machine."
-        )
-
-
-def choose_within_latency(
-    pick: Callable[[Budget], tuple[Picked, Widths, nn.Module]],
-    budget: Budget,
-    graph: ChannelGraph,
-    *,
-    lowest: int,
-    model: nn.Module,
-    timer: Timer | None,
-    folder: Path | None = None,
-) -> tuple[Picked, LatencyOutcome]:
-    """Pick for the budget, and again if the cut network, once measured, is slower than the latency limit.
-
-    The limit is then lowered by as much, down to `lowest` femtoseconds. Rank 0 measures for all, once: times that are
-    in the folder are kept.
-    """
-    table = Latency.of(graph)
-    assert table is not None
-    asked = next(limit.target for limit in budget.limits if limit.kind == LATENCY)
-    target = asked
-    for again in range(_TRIES + 1):
-        limits = [Limit(LATENCY, target) if limit.kind == LATENCY else limit for limit in budget.limits]
-        picked, widths, small = pick(replace(budget, limits=tuple(limits)))
-        predicted = graph.cost(LATENCY, widths)
-
-        file = None if folder is None else folder / CHOICE_FILE.format(again)
-        share = _once(file, functools.partial(_time_beside, timer, small, model))["share"]
-        measured_ms = None if share is None else share * table.unpruned_ms
-        outcome = LatencyOutcome(
-            asked_ms=asked / FS_PER_MS,
-            predicted_ms=predicted / FS_PER_MS,
-            unpruned_ms=table.unpruned_ms,
-            how=table.how,
-            measured_ms=measured_ms,
-            again=again,
-        )
-        if measured_ms is None or outcome.held or target == lowest:
-            break
-        target = max(math.floor(min(target, predicted) * outcome.asked_ms / measured_ms), lowest)
-    if outcome.warning and current().first:
-        warnings.warn(outcome.warning, stacklevel=3)
-    return picked, outcome
-
-
-def _time_beside(timer: Timer | None, small: nn.Module, model: nn.Module) -> dict[str, float | None]:
-    """Measure a network's share of the time of the unpruned one, beside it: a machine that is busy slows both."""
-    if timer is None:
-        return {"share": None}
-    copy_of_model = narrow(unwrap(model), {}, {})
-    unpruned_ms, small_ms = timer.times([copy_of_model, small])
-    return {"share": small_ms / unpruned_ms}
-
-
-def timer_like(table: Latency, example: Any, measure: Measure | None = None) -> Timer | None:
-    """Return what measures as the table was measured; None if this machine cannot."""
-    if measure is None:
-        if not _is_device_of(table):
-            return None
-        if table.runtime == RuntimeKind.ONNX and missing_packages():
-            return None
-    config = LatencyConfig(batch=table.batch, device=table.place, dtype=table.dtype, runtime=table.runtime)
-    return Timer(config=config, threads=table.threads, example=example, measure=measure)
-
-
-def _is_device_of(table: Latency) -> bool:
-    """Return True if this machine has the device that a table was measured on."""
-    name = ""
-    if table.place:
-        with contextlib.suppress(RuntimeError, AssertionError):  # there is no such device
-            name = device_name(table.place)
-    return name == table.device
-
-
-# one table and the same times for all ranks, also after an interruption
-
-
-def attach_latency(
-    graph: ChannelGraph,
-    budget: object,
-    measure: Callable[[], Latency],
-    table: Latency | None = None,
-    folder: Path | None = None,
-) -> ChannelGraph:
-    """Attach a latency table if the budget needs one: the given one, that of the folder, or a new one, saved there."""
-    if table is not None:
-        return table.attach(graph)
-    if LATENCY in graph.extra or not limits_latency(budget):
-        return graph
-    file = None if folder is None else folder / LATENCY_FILE
-    table = Latency.from_json(_once(file, lambda: measure().to_json()), folder)
-    if table.warning and current().first:
-        warnings.warn(table.warning, stacklevel=3)
-    return table.attach(graph)
-
-
-def _once(path: Path | None, find: Callable[[], dict[str, Any]]) -> Any:
-    """Return plain data for all ranks: what is in the file, or what rank 0 finds and writes there."""
-    text = b""
-    if current().first:
-        if path is not None and path.exists():
-            text = read_bytes(path, MOST_JSON)
-        else:
-            text = json.dumps(find(), indent=1).encode()
-            if path is not None:
-                write_files(path.parent, {path.name: text})
-    return parse_json(gather(text, current())[0], path)

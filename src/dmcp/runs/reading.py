@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmcp.errors import FileError
-from dmcp.exporting.latency import LatencyOutcome
+from dmcp.exporting.latency_limit import LatencyOutcome
 from dmcp.results import ACCURACY, Row, pruned
 from dmcp.runs.files import (
     EXPORTED,
