@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
-from short_runs import traced_residual
+from short_runs import TRAIN, Noise, prune, traced_residual
 from torch import nn
 
-from dmcp.results import DMCP, UNIFORM, UNPRUNED, Row, divergence, milliseconds, notes, standard_error
+import dmcp
+from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, divergence, milliseconds, notes, standard_error
 from dmcp.results import results_table as text_of
+from dmcp.runtime.io import from_plain
+from dmcp.training.loop import StepRecord
 
 
 def rows(*values: float, **settings: Any) -> list[Row]:
@@ -63,3 +71,65 @@ def test_networks_are_timed_in_eval_mode_and_left_as_they_were() -> None:
     slow, fast = milliseconds([wide, narrow], torch.zeros(64, 512))
     assert slow > fast > 0 and wide.training
     assert all(torch.equal(it, before[name]) for name, it in wide.state_dict().items())
+
+
+# the training loss
+
+
+def last_epoch(seen: list[dmcp.Event], name: str) -> float:
+    """The oracle: what the listener of a run saw of the last epoch of a training."""
+    records = [event.record for event in seen if event.stage == name and isinstance(event.record, StepRecord)]
+    return fmean(record.loss for record in records if record.epoch == records[-1].epoch)
+
+
+@pytest.mark.parametrize("method", [DMCP, "l1"])
+def test_the_training_loss_of_a_row_is_the_mean_of_its_last_epoch(method: str) -> None:
+    seen: list[dmcp.Event] = []
+    train, hear = replace(TRAIN, epochs=3), dmcp.Runtime(on_event=seen.append)
+    given: dict[str, Any] = {
+        "method": method,
+        "train": train,
+        "runtime": hear,
+        "baselines": [UNPRUNED, UNIFORM, ORIGINAL],
+    }
+    result = prune(loader=Noise(3), retrain="finetune", teacher="unpruned", **given)
+    losses = {row.name: row.train_loss for row in result.rows}
+    assert losses.pop(ORIGINAL) is None
+    assert losses == {name: pytest.approx(last_epoch(seen, name)) for name in (UNPRUNED, UNIFORM, method)}
+    assert losses[UNPRUNED] != losses[method]
+    heads, _, first, *_, last = [line.split("|") for line in result.table.splitlines() if line.startswith("|")]
+    column = [head.strip() for head in heads].index("train loss")
+    assert float(last[column]) == pytest.approx(losses[method], rel=1e-3) and first[column].strip() == "-"
+    slimmable = prune(retrain="slimmable", train=train, runtime=hear)
+    assert slimmable.rows[0].train_loss == pytest.approx(last_epoch(seen[-10:], DMCP))
+    assert prune(retrain="none").rows[0].train_loss is None
+
+
+def test_a_resumed_training_needs_its_records_for_a_loss(tmp_path: Path) -> None:
+    """It began in the middle of its last epoch: with the records of a run's log they are all there, else unknown."""
+    options = {"train": replace(TRAIN, epochs=2), "loader": Noise(4)}
+    seen: list[dmcp.Event] = []
+    whole = prune(**options).rows[0]
+
+    def stopped() -> bool:
+        return sum(event.stage == DMCP for event in seen) >= 6
+
+    def records(stage: str) -> list[dict[str, Any]]:
+        return [asdict(event.record) for event in seen if event.stage == stage and isinstance(event.record, StepRecord)]
+
+    keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=stopped)
+    with pytest.raises(dmcp.StoppedError):
+        prune(**options, runtime=dmcp.Runtime(checkpointer=keeper, on_event=seen.append))
+    resumed = shutil.copytree(tmp_path, tmp_path / "copy")
+    logged = prune(**options, runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path, earlier=records)))
+    assert logged.rows[0].train_loss == whole.train_loss
+    alone = prune(**options, runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(resumed)))
+    assert alone.rows[0].train_loss is None
+
+
+def test_rows_of_older_logs_have_no_training_loss() -> None:
+    row = Row(DMCP, 5, 5, 0.5, train_loss=0.25)
+    logged = json.loads(json.dumps(asdict(row)))
+    assert from_plain(Row, logged) == row
+    del logged["train_loss"]
+    assert from_plain(Row, logged) == replace(row, train_loss=None)

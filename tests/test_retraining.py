@@ -51,7 +51,8 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
         epochs=1, reference_batch=None, lr=0.1, warmup_lr=0, warmup_epochs=0, weight_decay=0, label_smoothing=0
     )
     loader = Noise(1)
-    found = train_all(model, graph, {DMCP: widths}, loader, Retraining(config=config, kind=Retrain.SLIMMABLE))[DMCP]
+    slimmable = Retraining(config=config, kind=Retrain.SLIMMABLE)
+    found = train_all(model, graph, {DMCP: widths}, loader, slimmable).networks[DMCP]
     unpruned = copy.deepcopy(model)
     dmcp.reinitialize(unpruned, generator=generator(config.seed))
     net = dmcp.Supernet(unpruned, graph).train()
@@ -63,7 +64,7 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
     wanted = dmcp.cut(net.model, graph, widths)
     for mine, theirs in zip(found.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
-    alone = train_all(model, graph, {DMCP: widths}, loader, Retraining(config=config))[DMCP]
+    alone = train_all(model, graph, {DMCP: widths}, loader, Retraining(config=config)).networks[DMCP]
     assert not torch.equal(found.stem.weight, alone.stem.weight)
 
 

@@ -43,6 +43,7 @@ from dmcp.results import (
 )
 from dmcp.retraining import (
     Retraining,
+    TrainedNetworks,
     calibrated,
     describe_origin,
     describe_teacher,
@@ -185,13 +186,22 @@ def prune(
             untrained[job.row(CUT, name)] = calibrated(planned.cut(graph), request.loaders.search)
 
     # Every network of the table is trained and tested in the same way.
-    networks, widths = train_networks(job, selection)
-    rows = measure_networks(untrained | networks, graph, widths, val_loader, example, task=task, runtime=job.runtime)
+    trained_networks, widths = train_networks(job, selection)
+    rows = measure_networks(
+        untrained | trained_networks.networks,
+        graph,
+        widths,
+        val_loader,
+        example,
+        train_losses=trained_networks.losses,
+        task=task,
+        runtime=job.runtime,
+    )
     for text in unknown_scores(rows):
         warn(f"{text}.", MetricWarning)
     start = "the weights of the search" if job.searches else "the weights that it kept"
     origin = describe_origin(retraining, describe_teacher(request.teacher, model), method, start)
-    return _result(job, selection, networks, rows, origin)
+    return _result(job, selection, trained_networks.networks, rows, origin)
 
 
 def _traced(model: nn.Module, sample: Any, graph: ChannelGraph | None, task: Task) -> ChannelGraph:
@@ -344,7 +354,7 @@ class Selection:
     source: nn.Module  # the unpruned network that the cuts, and those of baselines, are made from
     cuts: Mapping[str, PlannedCut]  # by the name of the budget
     search: SearchResult | None = None
-    trained: Mapping[str, nn.Module] = field(default_factory=dict)  # rows of networks that had to be trained for it
+    trained: TrainedNetworks = TrainedNetworks()  # what had to be trained for it
 
 
 def search_widths(job: PruneJob) -> Selection:
@@ -369,12 +379,12 @@ def search_widths(job: PruneJob) -> Selection:
 def choose_widths(job: PruneJob, *, trained: bool) -> Selection:
     """What a method without a search chooses. If it ranks trained weights, an untrained model is trained first."""
     source = unwrap(job.model)
-    networks: dict[str, nn.Module] = {}
+    pretrained = TrainedNetworks()
     if find_method(job.method).trained and not trained:
         if job.retraining.kind is Retrain.NONE:
             warn(f"The network is not trained, so {job.method} ranks random weights.", UserWarning)
         else:
-            networks = train_all(
+            pretrained = train_all(
                 source,
                 job.graph,
                 {UNPRUNED: job.graph.full},
@@ -383,7 +393,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selection:
                 task=job.task,
                 runtime=job.runtime,
             )
-            source = networks[UNPRUNED]
+            source = pretrained.networks[UNPRUNED]
 
     low, high = reachable(job.graph, job.search)
     first_budget = next(iter(job.budgets.values()))
@@ -403,7 +413,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selection:
     )
     chooses_once = len(job.budgets) == 1 and not limits_latency(first_budget)
     choose = chooser(job.method, problem, chooses_once)
-    return Selection(source=source, cuts=_plan_cuts(job, source, choose), trained=networks)
+    return Selection(source=source, cuts=_plan_cuts(job, source, choose), trained=pretrained)
 
 
 def _plan_cuts(job: PruneJob, source: nn.Module, choose: Callable[[Budget], Choice]) -> dict[str, PlannedCut]:
@@ -439,19 +449,21 @@ def _plan_cuts(job: PruneJob, source: nn.Module, choose: Callable[[Budget], Choi
 # training
 
 
-def train_networks(job: PruneJob, selection: Selection) -> tuple[dict[str, nn.Module], dict[str, Widths]]:
+def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks, dict[str, Widths]]:
     """Train the pruned network of each budget, and the baselines: networks and widths by row.
 
     The widths also have the rows of networks right after the cut.
     """
-    graph, retraining = job.graph, job.retraining
-    if retraining.teacher == UNPRUNED and UNPRUNED in selection.trained:
-        retraining = replace(retraining, teacher=selection.trained[UNPRUNED])
+    graph = job.graph
+    retraining = job.retraining
+    unpruned = selection.trained.networks.get(UNPRUNED)
+    if retraining.teacher == UNPRUNED and unpruned is not None:
+        retraining = replace(retraining, teacher=unpruned)
 
     # All networks of the table, and those among them that keep weights.
     widths: dict[str, Widths] = {}
     cuts: dict[str, nn.Module] = {}
-    if UNPRUNED in job.baselines and UNPRUNED not in selection.trained:
+    if UNPRUNED in job.baselines and unpruned is None:
         widths[UNPRUNED] = graph.full
     for name, planned in selection.cuts.items():
         if UNIFORM in job.baselines:
@@ -471,9 +483,9 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[dict[str, nn.Mo
 
     # Count once more: no network over its budget is handed out.
     for name, planned in selection.cuts.items():
-        check_budget(trained[job.row(job.method, name)], planned.widths, graph, job.budgets[name])
+        check_budget(trained.networks[job.row(job.method, name)], planned.widths, graph, job.budgets[name])
         widths[job.row(CUT, name)] = planned.widths
-    return {**selection.trained, **trained}, widths
+    return selection.trained | trained, widths
 
 
 def _uniform_widths(job: PruneJob, budget: Budget) -> Widths:

@@ -22,7 +22,7 @@ from dmcp.settings import UNPRUNED as UNPRUNED
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import call_model, kept_modes
 from dmcp.tracing.widths import Widths
-from dmcp.training.loop import Runtime, Task, evaluate_counted
+from dmcp.training.loop import Runtime, StepRecord, Task, evaluate_counted
 from dmcp.training.losses import LowerIsBetter, Metric
 from dmcp.units import table
 
@@ -50,6 +50,7 @@ class Row:
     samples: int = 0  # samples in the test set; 0 if their number is unknown
     score: str = ACCURACY  # "metric" (the user's own) and "loss" are plain numbers, not shares of correct answers
     lower_is_better: bool = False
+    train_loss: float | None = None  # mean over the last epoch of its training; None if it was not trained here
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +104,15 @@ def measure_networks(
     val_loader: Loader,
     example: Any,
     *,
+    train_losses: Mapping[str, float | None] | None = None,
     task: Task = Task(),
     runtime: Runtime = Runtime(),
 ) -> tuple[Row, ...]:
-    """Test all networks, and time them on one batch. A network without widths is an unpruned one."""
+    """Test all networks, and time them on one batch. A network without widths is an unpruned one.
+
+    train_losses: of the networks that were trained.
+    """
+    train_losses = train_losses or {}
     times = milliseconds(list(networks.values()), example)
     rows: list[Row] = []
     for (name, network), ms in zip(networks.items(), times, strict=True):
@@ -121,6 +127,7 @@ def measure_networks(
             samples=samples,
             score=_kind_of_score(task.metric),
             lower_is_better=isinstance(task.metric, LowerIsBetter),
+            train_loss=train_losses.get(name),
         )
         rows.append(row)
         runtime.emit("test", len(networks), row)
@@ -151,11 +158,11 @@ def results_table(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") ->
     """The rows as a Markdown table, with notes below it; `origin` says where the weights come from."""
     full_macs = graph.macs() or 1
     full_params = graph.params() or 1
-    lines = [["network", "MACs", "share", "params", "share", score_name(rows), f"ms per {rows[0].batch}"]]
+    lines = [["network", "MACs", "share", "params", "share", "train loss", score_name(rows), f"ms per {rows[0].batch}"]]
     for row in rows:
         macs = [f"{row.macs:,}", f"{row.macs / full_macs:.1%}"]
         params = [f"{row.params:,}", f"{row.params / full_params:.1%}"]
-        lines.append([row.name, *macs, *params, score(row), f"{row.ms:.2f}"])
+        lines.append([row.name, *macs, *params, show_loss(row.train_loss), score(row), f"{row.ms:.2f}"])
     return "\n".join([table(lines), *(f"- {note}" for note in notes(rows, graph, origin))])
 
 
@@ -213,6 +220,11 @@ def score_name(rows: Sequence[Row]) -> str:
     return name
 
 
+def show_loss(loss: float | None) -> str:
+    """A training loss with four digits; a dash if there is none."""
+    return "-" if loss is None else f"{loss:.4g}"
+
+
 def difference(row: Row, baseline: Row) -> str:
     """How much better or worse a network is than a baseline.
 
@@ -258,6 +270,19 @@ def error_of(row: Row) -> float | None:
     if row.score != ACCURACY or not row.samples:
         return None
     return standard_error(row.accuracy, row.samples)
+
+
+def last_epoch_loss(steps: Sequence[StepRecord]) -> float | None:
+    """The mean loss of the last epoch of a training; None if not all of its steps are there.
+
+    Steps are missing if a training was resumed with a checkpointer that has no log of earlier ones.
+    """
+    if not steps:
+        return None
+    last = steps[-1]
+    losses = [step.loss for step in steps if step.epoch == last.epoch]
+    steps_per_epoch = last.steps // (last.epoch + 1)
+    return fmean(losses) if len(losses) == steps_per_epoch else None
 
 
 def divergence(name: str, losses: Sequence[float]) -> str:

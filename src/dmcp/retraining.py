@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.cutting import cut, reinitialize
 from dmcp.errors import TrainingError
-from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence
+from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence, last_epoch_loss
 from dmcp.runtime.batches import Loader, device_of, generator, length_of
 from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current, gather, share_tensors
@@ -70,6 +70,20 @@ def check_teacher_use(kind: Retrain, teacher: nn.Module | str | None) -> None:
 # training
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedNetworks:
+    """Networks that were trained in the same way, by the names of their rows."""
+
+    networks: dict[str, nn.Module] = field(default_factory=dict)
+    losses: dict[str, float | None] = field(default_factory=dict)  # means over the last epoch; None if unknown
+
+    def __or__(self, others: TrainedNetworks) -> TrainedNetworks:
+        return TrainedNetworks(
+            networks={**self.networks, **others.networks},
+            losses={**self.losses, **others.losses},
+        )
+
+
 def train_all(
     source: nn.Module,
     graph: ChannelGraph,
@@ -80,7 +94,7 @@ def train_all(
     cuts: Mapping[str, nn.Module] | None = None,
     task: Task = Task(),
     runtime: Runtime = Runtime(),
-) -> dict[str, nn.Module]:
+) -> TrainedNetworks:
     """Train networks of these widths, all in the same way.
 
     The networks are cut out of `source`, except for those in `cuts`: these are cut already, of other channels than the
@@ -88,6 +102,7 @@ def train_all(
     """
     cuts = cuts or {}
     networks: dict[str, nn.Module] = {}
+    losses: dict[str, float | None] = {}
     teacher = retraining.teacher
     if teacher == UNPRUNED:
         widths = {UNPRUNED: graph.full, **widths}  # first, since the others learn from it
@@ -111,10 +126,11 @@ def train_all(
             catch_up(network, loader, retraining.config)
             if teacher == UNPRUNED:
                 teacher = network
+        losses[name] = last_epoch_loss(steps)
         problem = divergence(name, [step.loss for step in steps])
         if problem:
             warn(problem, DivergenceWarning)
-    return networks
+    return TrainedNetworks(networks=networks, losses=losses)
 
 
 def calibrated(network: nn.Module, loader: Loader) -> nn.Module:

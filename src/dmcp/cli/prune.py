@@ -134,13 +134,21 @@ def train(config: RunConfig, request: Request) -> None:
         how = Retraining(config=config.train, kind=config.retrain, teacher=_teacher(config, job))
         keeps = config.retrain in (Retrain.FINETUNE, Retrain.NONE)
         start, cuts = job.model if keeps else job.fresh, {name: cut(job.model, graph, kept, by="l2")} if keeps else {}
-        nets = train_all(start, graph, {name: kept}, loader, how, cuts=cuts, runtime=here.runtime)
+        trained = train_all(start, graph, {name: kept}, loader, how, cuts=cuts, runtime=here.runtime)
         example = next(iter(loader))[0]
-        rows = measure_networks(before | nets, graph, {name: kept}, job.test, example, runtime=here.runtime)
+        rows = measure_networks(
+            before | trained.networks,
+            graph,
+            {name: kept},
+            job.test,
+            example,
+            train_losses=trained.losses,
+            runtime=here.runtime,
+        )
         replaced = here.replaced()
         if not here.world.first:
             return
-        save(nets[name], kept, here.run.folder)
+        save(trained.networks[name], kept, here.run.folder)
         warnings = here.run.divergences([name])
         listed = (f"- **{text}**" for text in (*warnings, *describe_replaced(replaced)))
         who = describe_teacher(how.teacher, job.model)

@@ -20,7 +20,7 @@ from dmcp.data.datasets import split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import TrainingError
 from dmcp.exporting.export import blaming
-from dmcp.results import UNPRUNED, Row, measure_networks
+from dmcp.results import UNPRUNED, Row, last_epoch_loss, measure_networks
 from dmcp.retraining import Retraining, catch_up, train_all
 from dmcp.runs.files import PREPARED, read_json
 from dmcp.runs.storage import load, save
@@ -61,6 +61,7 @@ class OneRun:
         self.files = files
         self.runtime = runtime
         self.device = device_of(subject.model)
+        self.train_losses: dict[str, float | None] = {}  # of the networks that were trained, by name
 
     def do(self) -> None:
         """Prepare or choose, train, test, and write the result."""
@@ -195,7 +196,11 @@ class OneRun:
         """Train a network with these widths, which starts with fresh weights."""
         subject = self.subject
         retraining = Retraining(config=self.planned.recipe, kind=kind)
-        return train_all(subject.model, subject.graph, {name: widths}, subject.loader, retraining, runtime=self.runtime)
+        trained = train_all(
+            subject.model, subject.graph, {name: widths}, subject.loader, retraining, runtime=self.runtime
+        )
+        self.train_losses |= trained.losses
+        return trained.networks
 
     def _train_chosen(self, choice: Choice) -> dict[str, nn.Module]:
         """The chosen network, trained from scratch and in the way of the method's authors, as far as both are asked."""
@@ -213,7 +218,8 @@ class OneRun:
             assert choice.model is not None
             nets[name] = cut(choice.model, subject.graph, choice.kept)
         if training is Own.FINETUNED:
-            train(nets[name], subject.loader, planned.tuning, runtime=self.runtime.stage(name))
+            steps = train(nets[name], subject.loader, planned.tuning, runtime=self.runtime.stage(name))
+            self.train_losses[name] = last_epoch_loss(steps)
             catch_up(nets[name], subject.loader, planned.tuning)
         return nets
 
@@ -222,7 +228,13 @@ class OneRun:
         subject = self.subject
         example = next(iter(subject.test))[0]
         rows = measure_networks(
-            nets, subject.graph, dict.fromkeys(nets, widths), subject.test, example, runtime=self.runtime
+            nets,
+            subject.graph,
+            dict.fromkeys(nets, widths),
+            subject.test,
+            example,
+            train_losses=self.train_losses,
+            runtime=self.runtime,
         )
         save(next(iter(nets.values())), widths, self.files.folder)
         named = []
