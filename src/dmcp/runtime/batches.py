@@ -153,7 +153,9 @@ def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
 
 def core_count() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def mix(*numbers: int) -> int:
@@ -168,7 +170,9 @@ def generator(*numbers: int) -> torch.Generator:
 
 def as_generator(seed: int | torch.Generator | None) -> torch.Generator | None:
     """A fresh generator for a seed; a generator is returned as it is."""
-    return seed if seed is None or isinstance(seed, torch.Generator) else generator(seed)
+    if seed is None or isinstance(seed, torch.Generator):
+        return seed
+    return generator(seed)
 
 
 def _part(batch: Any, index: int, key: str, key_of_transformers: str) -> Any:
@@ -179,7 +183,9 @@ def _part(batch: Any, index: int, key: str, key_of_transformers: str) -> Any:
     try:
         return batch[entry]
     except (KeyError, IndexError, TypeError):
-        keys = f", but {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
+        keys = ""
+        if isinstance(batch, Mapping):
+            keys = f", but {', '.join(map(repr, batch))}"
         raise DataError(
             f"This {type(batch).__name__} has no {key}{keys}: a batch must be (input, labels), or a dict with "
             '"input" and "label" or "pixel_values" and "labels".'

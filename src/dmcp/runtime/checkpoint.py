@@ -456,7 +456,9 @@ def plain_settings(
 
 def _as_json(value: Any) -> Any:
     """What JSON has no type for: a mapping as a dict, a budget as its text."""
-    return dict(value) if isinstance(value, Mapping) else str(getattr(value, "text", value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(getattr(value, "text", value))
 
 
 def digest_of_loader(loader: Any, world: World) -> str | None:

@@ -70,10 +70,9 @@ def mean_gradients(parameters: Iterable[Tensor], samples: int, world: World) -> 
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for group in _grouped(gradients):
-        # Half precision would lose the small summands.
-        dtype = torch.float64 if group[0].dtype == torch.float64 else torch.float32
-        one = group[0].new_ones(1, dtype=dtype)  # becomes the number of samples of all ranks
-        sums = torch.cat([*(gradient.reshape(-1).to(dtype) for gradient in group), one])
+        dtype = _dtype_of_sums(group[0])
+        count = group[0].new_ones(1, dtype=dtype)  # becomes the number of samples of all ranks
+        sums = torch.cat([*(gradient.reshape(-1).to(dtype) for gradient in group), count])
         if samples:
             sums.mul_(samples)
         else:
@@ -88,7 +87,7 @@ def mean_values(values: Tensor, samples: Tensor | int, world: World) -> Tensor:
     """The mean over all ranks, weighted by their samples (which broadcast to the values)."""
     if world.size == 1:
         return values.detach()
-    wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    wide = values.to(_dtype_of_sums(values))
     weights = torch.zeros_like(wide) + samples
     weighted = torch.where(weights > 0, wide * weights, 0)
     sums = torch.stack([weighted, weights])
@@ -151,6 +150,11 @@ def _run(operation: Callable[[Tensor], object], tensor: Tensor, world: World) ->
     with _reporting_lost_ranks(world):
         operation(moved)
     tensor.copy_(moved)
+
+
+def _dtype_of_sums(tensor: Tensor) -> torch.dtype:
+    """The dtype to sum a tensor in over ranks: half precision would lose the small summands."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

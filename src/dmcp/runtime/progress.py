@@ -106,7 +106,10 @@ class Progress:
             seconds_per_work = sum(row.seconds for row in timed) / sum(row.work * row.timed for row in timed)
         total = 0.0
         for row in self.rows.values():
-            seconds_per_step = row.seconds / row.timed if row.timed else row.work * seconds_per_work
+            if row.timed:
+                seconds_per_step = row.seconds / row.timed
+            else:
+                seconds_per_step = row.work * seconds_per_work
             if row.done < row.steps and not seconds_per_step:
                 return None
             total += (row.steps - row.done) * seconds_per_step
@@ -117,9 +120,9 @@ class Progress:
         self.last_shown = time.monotonic()
         left = self.seconds_left()
         time_left = f"{clock(left)} left" if left and left >= 0.5 else ""
-        comparable = [other for other in self.rows.values() if other.work]
+        rows_with_work = [listed for listed in self.rows.values() if listed.work]
         parts = [row.text]
-        if not (comparable and self.bars):  # the bar of the whole job shows it otherwise
+        if not (rows_with_work and self.bars):  # otherwise the bar of the whole job shows it
             parts.append(time_left)
         text = ", ".join(filter(None, parts))
         with contextlib.suppress(OSError):  # a run goes on without its terminal
@@ -127,17 +130,19 @@ class Progress:
                 words = ", ".join(filter(None, [f"{row.done} of {row.steps}", text]))
                 print(f"{row.name}: {words}", file=sys.stderr, flush=True)
             if self.bars:
-                self._draw_bars(self.bars, row, text, comparable, time_left)
+                self._draw_bars(self.bars, row, text, rows_with_work, time_left)
 
-    def _draw_bars(self, shown_bars: bars.Progress, row: Row, text: str, comparable: list[Row], time_left: str) -> None:
+    def _draw_bars(
+        self, shown_bars: bars.Progress, row: Row, text: str, rows_with_work: list[Row], time_left: str
+    ) -> None:
         """Draw a bar for each row, and one for the work of all rows whose work is comparable."""
-        for number, other in enumerate(self.rows.values()):
-            other_text = text if other is row else other.text
-            count = f"{other.done}/{other.steps}"
-            _set_bar(shown_bars, number, other.name, other.done, other.steps, count, other_text)
-        if comparable:
-            done = sum(other.work * other.done for other in comparable)
-            total = sum(other.work * other.steps for other in comparable)
+        for number, listed in enumerate(self.rows.values()):
+            count = f"{listed.done}/{listed.steps}"
+            listed_text = text if listed is row else listed.text
+            _set_bar(shown_bars, number, listed.name, listed.done, listed.steps, count, listed_text)
+        if rows_with_work:
+            done = sum(listed.work * listed.done for listed in rows_with_work)
+            total = sum(listed.work * listed.steps for listed in rows_with_work)
             _set_bar(shown_bars, len(self.rows), "in all", done, total, f"{done / total:.0%}", time_left)
         shown_bars.refresh()
 
