@@ -19,7 +19,8 @@ from dmcp.models import build, sample_shape
 from dmcp.runtime.batches import generator
 from dmcp.searching.budget import parse_budget, spent_shares
 from dmcp.searching.records import SearchResult
-from dmcp.searching.sampling import FILLED, Options, direct, expected, expected_widths, fit, random_widths, uniform
+from dmcp.searching.rounding import FILLED, AllowedWidths, round_to_budget
+from dmcp.searching.sampling import direct, expected, expected_widths, random_widths, uniform
 from dmcp.tracing.widths import ChannelSpace
 
 GAMMA = 0.95
@@ -81,8 +82,8 @@ def test_final_widths_leave_little_of_the_budget(name: str) -> None:
     for seed in range(10):
         found = result("50%", 2 + torch.randn(net[1].alpha.shape, generator=seeded(seed)), net)
         assert FILLED <= share(found, expected(found)) <= 1
-        options = Options(graph, found.sizes[:, 0], found.sizes.sum(dim=1), 1)
-        left += share(found, fit(graph, found.budget, expected_widths(found), options, GAMMA)) < FILLED
+        allowed = AllowedWidths(graph, found.sizes[:, 0], found.sizes.sum(dim=1), 1)
+        left += share(found, round_to_budget(graph, found.budget, expected_widths(found), allowed, GAMMA)) < FILLED
     assert left > 5
     assert share(found, expected(replace(found, tolerance=0.995))) >= 0.995  # a search that is to use more
 

@@ -25,7 +25,7 @@ from dmcp.runtime.batches import generator, input_of, size_of, widest
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.searching.budget import check_reachable
 from dmcp.searching.importance import magnitude
-from dmcp.searching.sampling import FILLED, fit
+from dmcp.searching.rounding import FILLED, round_to_budget
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import setting
 from dmcp.tracing.graph import ChannelGraph
@@ -233,9 +233,10 @@ class _Course:
             widths[step] = self.options.table[step, torch.minimum(wished, highest)]
         if self.problem.shares(widths[None]) >= self.tolerance:
             return widths
-        # too much is unused: wider in proportion until nothing more fits; `fit` narrows up to the border
+        # too much is unused: wider in proportion until nothing more fits; `round_to_budget` narrows up to the border
         beyond = widths * (self.full / widths).max()
-        return fit(self.problem.graph, self.problem.budget, beyond.double(), self.options, self.tolerance).tensor()
+        graph, budget = self.problem.graph, self.problem.budget
+        return round_to_budget(graph, budget, beyond.double(), self.options, self.tolerance).tensor()
 
     def states(self, widths: Tensor, steps: Tensor) -> Tensor:
         """What the agent sees at some steps of the walk to these widths. (S,), (T,) -> (T, F)"""

@@ -13,7 +13,7 @@ from dmcp.compare.problem import Choice, Problem
 from dmcp.runtime.batches import generator
 from dmcp.searching import sampling
 from dmcp.searching.records import SearchResult
-from dmcp.searching.sampling import FILLED
+from dmcp.searching.rounding import FILLED
 
 _DIRECT = 11  # what random numbers are for
 

@@ -25,7 +25,7 @@ from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, 
 from dmcp.errors import TrainingError
 from dmcp.runtime.batches import Loader, batches_from, device_of, generator, input_of, labels_of, start_epoch
 from dmcp.runtime.distributed import current
-from dmcp.searching.sampling import TOLERANCE, fit
+from dmcp.searching.rounding import TOLERANCE, round_to_budget
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import setting
 from dmcp.tracing.graph import ChannelGraph
@@ -130,7 +130,8 @@ class Grid:
         for wish in candidates[: 4 * count]:
             if len(found) >= count:
                 break
-            genes = tuple(fit(problem.graph, problem.budget, wish.double(), self.options, TOLERANCE).values())
+            widths = round_to_budget(problem.graph, problem.budget, wish.double(), self.options, TOLERANCE)
+            genes = tuple(widths.values())
             reached = problem.shares(torch.tensor([genes])).item() >= self.least
             if reached and genes not in known and genes not in found:
                 found.append(genes)

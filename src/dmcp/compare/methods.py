@@ -27,7 +27,8 @@ from dmcp.runtime.distributed import current, mean_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.searching import sampling
 from dmcp.searching.budget import check_reachable
-from dmcp.searching.sampling import FILLED, random_widths
+from dmcp.searching.rounding import FILLED
+from dmcp.searching.sampling import random_widths
 from dmcp.searching.search import SEARCH, search
 from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Supernet

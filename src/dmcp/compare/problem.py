@@ -18,7 +18,8 @@ from dmcp.runtime.batches import Loader, device_of, on_device, size_of
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine, resolve
 from dmcp.searching.budget import check_reachable, spent_shares
-from dmcp.searching.sampling import FILLED, TOLERANCE, Options, fit, uniform
+from dmcp.searching.rounding import FILLED, TOLERANCE, AllowedWidths, round_to_budget
+from dmcp.searching.sampling import uniform
 from dmcp.settings import Engine, TrainConfig, check
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.modules import kept_modes, modules_of, narrow, unwrap
@@ -62,9 +63,9 @@ class Problem:
         return self.max_widths or self.graph.full
 
     @property
-    def options(self) -> Options:
+    def options(self) -> AllowedWidths:
         """All widths that a method may choose."""
-        return Options(self.graph, self.min_widths.tensor(), self.widest.tensor(), self.align)
+        return AllowedWidths(self.graph, self.min_widths.tensor(), self.widest.tensor(), self.align)
 
     @property
     def bounds(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Problem:
 
     def fit(self, wish: Tensor) -> Widths:
         """The allowed widths nearest to these that use up the budget. (S,)"""
-        return fit(self.graph, self.budget, wish.double(), self.options, FILLED)
+        return round_to_budget(self.graph, self.budget, wish.double(), self.options, FILLED)
 
     def shares(self, widths: Tensor) -> Tensor:
         """The cost of widths as a share of the budget, by the limit that is closest. (N, S) -> (N,)"""

@@ -27,7 +27,7 @@ from dmcp.exporting.timing import Measure, Timer, device_name
 from dmcp.runtime.batches import device_of, generator
 from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, record_hash, write_files
 from dmcp.runtime.progress import each, shown
-from dmcp.searching.sampling import between
+from dmcp.searching.rounding import allowed_widths
 from dmcp.settings import FloatType, LatencyConfig, RuntimeKind
 from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
 from dmcp.tracing.coupling import Dims
@@ -268,7 +268,7 @@ def sample_widths(graph: ChannelGraph, config: LatencyConfig) -> list[list[int]]
 
     In every other network all spaces are near one ratio, as in networks that are chosen for a budget.
     """
-    options = between(graph, config.min_channels, config.max_channels, config.align)
+    options = allowed_widths(graph, config.min_channels, config.max_channels, config.align)
     if not options.last.any():
         raise WidthsError("There is nothing to measure: no space can be narrowed within min_channels and max_channels.")
     random = generator(config.seed)

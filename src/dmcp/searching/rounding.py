@@ -1,0 +1,173 @@
+"""Rounding any wished widths to allowed ones inside a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dmcp.budgets import Budget
+from dmcp.searching.bounds import width_bounds
+from dmcp.searching.budget import check_reachable, spent_shares
+from dmcp.settings import Bound
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.widths import Widths
+
+TOLERANCE = 0.95  # share of the budget that a method must use, where the widths allow it
+FILLED = 0.98  # share that the final widths of a search, a method or a baseline use: the same for all
+_FEW = 1 << 16  # different widths of a network, all of which are tried
+
+
+class AllowedWidths:
+    """The widths that each space may have: multiples of `align` real channels between two bounds, and its full size.
+
+    Widths of all spaces are an index per space into its row of the table. Where no multiple is between the bounds, the
+    upper one is allowed.
+    """
+
+    def __init__(self, graph: ChannelGraph, lower: Tensor, upper: Tensor, align: int | None) -> None:
+        rows: list[list[int]] = []
+        for space, low, high in zip(graph.spaces, lower.tolist(), upper.tolist(), strict=True):
+            step = space.step(align)
+            row = list(range(-(-low // step) * step, high + 1, step))
+            ends_early = not row or (row[-1] < high and high == space.size)
+            if ends_early:
+                row.append(high)
+            rows.append(row)
+        self.last = torch.tensor([len(row) - 1 for row in rows])  # index of the largest width of each space. (S,)
+        longest = max(len(row) for row in rows)
+        self.table = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])  # (S, longest)
+
+    def widths(self, indices: Tensor) -> Tensor:
+        """(..., S) -> (..., S) int64"""
+        return self.table[torch.arange(len(self.table)), indices]
+
+    def nearest(self, wish: Tensor) -> Tensor:
+        """Indices of the allowed widths nearest to some others. (S,) -> (S,)"""
+        middles = (self.table[:, 1:] + self.table[:, :-1]) / 2
+        return torch.searchsorted(middles, wish[:, None].to(middles)).squeeze(1).minimum(self.last)
+
+
+def allowed_widths(
+    graph: ChannelGraph, min_channels: Bound | None, max_channels: Bound | None, align: int | None
+) -> AllowedWidths:
+    """The widths between two bounds; all of them where there are no bounds."""
+    least = {} if min_channels is None else min_channels
+    most = {} if max_channels is None else max_channels
+    lower, upper = torch.tensor(width_bounds(graph, least, most)).unbind(1)
+    return AllowedWidths(graph, lower, upper, align)
+
+
+def round_to_budget(
+    graph: ChannelGraph, budget: Budget, wish: Tensor, allowed: AllowedWidths, tolerance: float, even: bool = False
+) -> Widths:
+    """The allowed widths nearest to the wish that are inside every limit and use the binding one to the tolerance.
+
+    The wish is scaled by one number until its nearest widths fit, the spaces furthest below their wish grow into what
+    is left, and, where that does not reach the tolerance, spaces trade steps.
+
+    Spaces grow back to the wish as far as the limits allow, and beyond it up to the tolerance only. With `even` they
+    grow back by one step, since cheap spaces would otherwise return to the full wish.
+    """
+
+    def spent(indices: Tensor) -> float:
+        """Share of the binding limit."""
+        return spent_shares(budget, graph, allowed.widths(indices)[None]).max().item()
+
+    smallest = torch.zeros_like(allowed.last)
+    if spent(smallest) > 1:
+        check_reachable(budget, graph, graph.widths(allowed.widths(smallest)))
+    wished = allowed.nearest(wish)
+    spent_by_wish = spent(wished)
+    if tolerance <= spent_by_wish <= 1:
+        return graph.widths(allowed.widths(wished))
+
+    scaled_wish = _scale(allowed, wish, spent, most=1.0 if spent_by_wish > 1 else tolerance)
+    indices = allowed.nearest(scaled_wish)
+    goal = (indices + 1).minimum(allowed.last) if even else wished.maximum(indices)
+    indices = _grow(allowed, wish, spent, indices, goal, enough=float("inf"))
+    indices = _grow(allowed, wish, spent, indices, goal=allowed.last, enough=tolerance)
+    if spent(indices) < tolerance:
+        indices = _trade(graph, budget, allowed, scaled_wish, indices, tolerance)
+    return graph.widths(allowed.widths(indices))
+
+
+def _scale(allowed: AllowedWidths, wish: Tensor, spent: Callable[[Tensor], float], most: float) -> Tensor:
+    """The wish times the largest number for which its nearest widths spend no more than `most`."""
+
+    def fits(factor: float) -> bool:
+        return spent(allowed.nearest(wish * factor)) <= most
+
+    low, high = 0.0, 1.0
+    while fits(high) and bool((allowed.nearest(wish * high) < allowed.last).any()):
+        low = high
+        high = 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return wish * low
+
+
+def _grow(
+    allowed: AllowedWidths,
+    wish: Tensor,
+    spent: Callable[[Tensor], float],
+    indices: Tensor,
+    goal: Tensor,
+    enough: float,
+) -> Tensor:
+    """Widen spaces to their goals inside the limits, step by step, the one furthest below its wish first."""
+    indices = indices.clone()
+    growing = indices < goal
+    while growing.any() and spent(indices) < enough:
+        gaps = (wish - allowed.widths(indices)) / wish
+        space = int(gaps.masked_fill(~growing, -float("inf")).argmax())
+        indices[space] += 1
+        if spent(indices) > 1:
+            indices[space] -= 1
+            growing[space] = False  # for good: what the others cost only grows
+        elif indices[space] == goal[space]:
+            growing[space] = False
+    return indices
+
+
+def _trade(
+    graph: ChannelGraph,
+    budget: Budget,
+    allowed: AllowedWidths,
+    wish: Tensor,
+    indices: Tensor,
+    tolerance: float,
+) -> Tensor:
+    """Widen one space and narrow another while that is better; where there are few widths, take the best of all.
+
+    First comes how near widths are to the share that must be used. Then it is the largest relative distance from the
+    wish plus ten times what is missing to the tolerance: one percent of the budget is worth a width that is 10 % off.
+    """
+    must_use = tolerance if tolerance > FILLED else min(TOLERANCE, tolerance)
+    counts = (allowed.last + 1).tolist()
+    few = math.prod(counts) <= _FEW
+    steps = torch.eye(len(counts), dtype=torch.int64)
+    moves = (steps[:, None] - steps).flatten(end_dim=1)  # (S * S, S), also no move at all
+    best = (float("inf"), float("inf"))
+    while True:
+        if few:
+            trials = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts))
+        else:
+            trials = indices + moves
+            trials = trials[((trials >= 0) & (trials <= allowed.last)).all(dim=1)]
+        widths = allowed.widths(trials)
+        shares = spent_shares(budget, graph, widths).amax(dim=1)
+        missing = (must_use - shares).clamp(min=0).masked_fill(shares > 1, float("inf"))
+        distances = ((widths - wish) / wish).abs().amax(dim=1) + 10 * (tolerance - shares).clamp(min=0)
+        distances[missing > missing.min()] = float("inf")
+        new = (missing.min().item(), distances.min().item())
+        if new >= best:
+            return indices
+        best = new
+        indices = trials[distances.argmin()]
