@@ -24,8 +24,9 @@ from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.searching.bounds import width_bounds
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.search import search
+from dmcp.searching.stem import Stem, find_stem
 from dmcp.searching.steps import StepContext, weight_step
-from dmcp.searching.subnets import Chains, Stem, find_stem, make_chains, sample_gates, sort_channels
+from dmcp.searching.subnets import Chains, make_chains, sample_gates, sort_channels
 from dmcp.searching.supernet import Narrow
 from dmcp.settings import Sampling, SearchConfig
 

@@ -222,7 +222,7 @@ def _losses(net: Supernet, problem: Problem, batches: list[Any], engine: Resolve
     def losses(widths: Tensor) -> Tensor:
         rows: list[Tensor] = []
         for row in widths.to(engine.device):  # nothing waits for the device until all trials are queued
-            gates = net.first(row)
+            gates = net.hard_unchecked(row)
             rows.append(torch.stack([run(batch, gates) for batch in batches]) @ weights)
         return mean_values(torch.stack(rows), int(sizes.sum()), current()).cpu().double()
 

@@ -18,7 +18,8 @@ from dmcp.runtime.engine import ResolvedEngine, autocast
 from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import budget_loss, ratios
 from dmcp.searching.records import ArchRecord
-from dmcp.searching.subnets import Chains, find_stem, sample_gates
+from dmcp.searching.stem import find_stem
+from dmcp.searching.subnets import Chains, sample_gates
 from dmcp.searching.supernet import Narrow, Supernet
 from dmcp.settings import Precision, Sampling, SearchConfig
 from dmcp.tracing.folds import run_folded

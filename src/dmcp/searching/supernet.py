@@ -24,7 +24,7 @@ class Supernet(nn.Module):
     sizes: Tensor  # channels of each group, zeros behind short chains. (S, G)
     group_of: Tensor  # of each channel: its group in the flattened (S, G) table
     space_of: Tensor  # of each channel: its space
-    position: Tensor  # of each channel: its place in the space
+    position: Tensor  # of each channel: its index in the space
 
     @checked
     def __init__(
@@ -38,24 +38,28 @@ class Supernet(nn.Module):
                 "This model recomputes layers in the backward pass (activation checkpointing), or keeps weights for "
                 "later runs, so gates would be lost. Turn that off for the search."
             )
-        self.model = narrow(model, {}, {})
+        self.model = narrow(model, {}, {})  # a copy
         self.graph = graph
-        spaces = [space.size for space in graph.spaces]
-        sizes = [group_sizes(space.size, groups, space.step(align)) for space in graph.spaces]
-        longest = max(len(row) for row in sizes)
-        padded = torch.tensor([row + (0,) * (longest - len(row)) for row in sizes])
         device = next(self.model.parameters()).device
+
+        # The groups of each space; rows of spaces with fewer groups end in zeros.
+        groups_of_spaces = [group_sizes(space.size, groups, space.step(align)) for space in graph.spaces]
+        longest = max(len(row) for row in groups_of_spaces)
+        sizes = torch.tensor([row + (0,) * (longest - len(row)) for row in groups_of_spaces])
         self.alpha = nn.Parameter(torch.zeros(len(sizes), longest - 1, device=device))
-        tables = {
-            "sizes": padded,
-            "group_of": torch.arange(padded.numel()).repeat_interleave(padded.flatten()),
-            "space_of": torch.arange(len(spaces)).repeat_interleave(torch.tensor(spaces)),
-            "position": torch.cat([torch.arange(size) for size in spaces]),
-        }
-        for name, table in tables.items():
-            self.register_buffer(name, table.to(device), persistent=False)
-        self._hard = FoldTable(graph.hard_folds, spaces).to(device)
-        self._soft = FoldTable(graph.soft_folds, spaces).to(device)
+
+        # What is looked up for each channel of the network, space after space.
+        space_sizes = [space.size for space in graph.spaces]
+        group_of = torch.arange(sizes.numel()).repeat_interleave(sizes.flatten())
+        space_of = torch.arange(len(space_sizes)).repeat_interleave(torch.tensor(space_sizes))
+        position = torch.cat([torch.arange(size) for size in space_sizes])
+        self.register_buffer("sizes", sizes.to(device), persistent=False)
+        self.register_buffer("group_of", group_of.to(device), persistent=False)
+        self.register_buffer("space_of", space_of.to(device), persistent=False)
+        self.register_buffer("position", position.to(device), persistent=False)
+
+        self._hard = FoldTable(graph.hard_folds, space_sizes).to(device)
+        self._soft = FoldTable(graph.soft_folds, space_sizes).to(device)
         self._ties = shared_names(self.model)
 
     def weights(self) -> list[nn.Parameter]:
@@ -77,11 +81,11 @@ class Supernet(nn.Module):
 
     def hard(self, widths: Mapping[str, int] | Sequence[int] | Tensor) -> Tensor:
         """Gates of the sub-network with these widths: its first channels. -> (channels,) bool"""
-        return self.first(self.graph.widths(widths).tensor().to(self.position.device))
+        return self.hard_unchecked(self.graph.widths(widths).tensor().to(self.position.device))
 
-    def first(self, kept: Tensor) -> Tensor:
-        """The same without looking at the numbers, for which the host would wait. (S,) -> (channels,) bool"""
-        return self.position < kept[self.space_of]
+    def hard_unchecked(self, widths: Tensor) -> Tensor:
+        """Like `hard`, but without a check of the widths, for which the host would wait. (S,) -> (channels,) bool"""
+        return self.position < widths[self.space_of]
 
     def soft(self) -> Tensor:
         """Gates of the soft network: each channel's marginal (eq. 7). -> (channels,)"""
@@ -104,6 +108,8 @@ class Supernet(nn.Module):
 
 # one sub-network that is really narrow
 
+Slice = tuple[int, int | Tensor]  # a dim, and how many first channels of it are kept, or which
+
 
 class Narrow:
     """One sub-network as a really narrow network, whose weights are slices of the shared ones.
@@ -114,28 +120,42 @@ class Narrow:
     """
 
     def __init__(
-        self, net: Supernet, widths: Mapping[str, int], align: int = 1, stem: Sequence[str] = (), at: int | None = None
+        self,
+        net: Supernet,
+        widths: Mapping[str, int],
+        align: int = 1,
+        stem: Sequence[str] = (),
+        stem_value: int | None = None,  # number of its output in the last recording
     ) -> None:
         graph = net.graph
+        device = net.position.device
         exact = graph.widths(widths)
-        outer = graph.widths([min(s.size, -(-exact[s.name] // align) * align) for s in graph.spaces])
-        cuts = graph.cuts(outer)
+        aligned = graph.widths([min(space.size, -(-exact[space.name] // align) * align) for space in graph.spaces])
+        cuts = graph.cuts(aligned)
         self.model = net.model
-        self.skeleton = narrow(net.model, cuts, graph.attributes(outer))
+        self.skeleton = narrow(net.model, cuts, graph.attributes(aligned))
+        self.run: Callable[[Any, Tensor | None], Any] = self._run
         self.stem = stem
         skip(self.skeleton, stem)
         self.ties = shared_names(self.skeleton)
-        device = net.position.device
         self.slices = {name: _slices(cut, device) for name, cut in cuts.items()}
-        self.used = [] if at is None else _slices(graph.cut_value(at, outer), device)  # part of the stem's output
-        first = len(self.used) == 1 and self.used[0][0] == 1 and isinstance(self.used[0][1], int)
-        self.channels = int(self.used[0][1]) if first else None  # how many first channels that is; None: others
-        self.run: Callable[[Any, Tensor | None], Any] = self._run
+
+        # The part of the stem's output that is read.
+        self.h_slices: list[Slice] = []
+        self.first_channels: int | None = None  # how many, if these are all that is read
+        if stem_value is not None:
+            self.h_slices = _slices(graph.cut_value(stem_value, aligned), device)
+            if len(self.h_slices) == 1:
+                dim, kept = self.h_slices[0]
+                if dim == 1 and isinstance(kept, int):
+                    self.first_channels = kept
+
+        # Channels that are there because of `align` only are gated.
         self.gates: Tensor | None = None
-        if outer != exact:
-            pairs = zip(outer.values(), exact.values(), strict=True)
+        if aligned != exact:
+            pairs = zip(aligned.values(), exact.values(), strict=True)
             self.gates = torch.cat([torch.arange(wide) < kept for wide, kept in pairs]).to(device)
-            self.folds = FoldTable(graph.hard_folds, list(outer.values())).to(device)
+            self.folds = FoldTable(graph.hard_folds, list(aligned.values())).to(device)
 
     def __call__(self, x: Any, h: Tensor | None = None) -> Any:
         """Run it; gradients go to the shared weights, and to what `part` gave of the stem's output."""
@@ -143,32 +163,37 @@ class Narrow:
 
     def _run(self, x: Any, h: Tensor | None) -> Any:
         names = dict(self.skeleton.named_parameters())  # without those of the stem
-        own = ((name, parameter) for name, parameter in self.model.named_parameters() if name in names)
-        tensors = {name: _sliced(parameter, self.slices.get(name, ())) for name, parameter in own}
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if name in names:
+                tensors[name] = _sliced(parameter, self.slices.get(name, ()))
         if self.gates is not None:
-            narrow_ones = dict(self.skeleton.named_buffers()) | tensors
-            tensors |= self.folds.fold(narrow_ones.__getitem__, self.gates)
+            sliced = dict(self.skeleton.named_buffers()) | tensors
+            tensors |= self.folds.fold(sliced.__getitem__, self.gates)
         if h is not None:
-            tensors[given_name(self.stem)] = h if self.channels == h.shape[1] else _laid_out(_sliced(h, self.used), h)
+            if self.first_channels != h.shape[1]:
+                h = _laid_out(_sliced(h, self.h_slices), h)
+            tensors[skipped_name(self.stem)] = h
         return run_folded(self.skeleton, x, under_all_names(tensors, self.ties))
 
     def part(self, h: Tensor) -> Tensor:
         """The channels of the stem's output that it uses as a tensor of their own, if they are the first ones."""
-        if self.channels is None:
+        if self.first_channels is None:
             return h
-        return _laid_out(h.detach()[:, : self.channels], h).requires_grad_(h.requires_grad)
+        return _laid_out(h.detach()[:, : self.first_channels], h).requires_grad_(h.requires_grad)
 
 
 def _laid_out(part: Tensor, whole: Tensor) -> Tensor:
     """A part of a tensor with the memory format of the whole."""
-    last = whole.ndim == 4 and whole.is_contiguous(memory_format=torch.channels_last)
-    return part.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    if whole.ndim == 4 and whole.is_contiguous(memory_format=torch.channels_last):
+        return part.contiguous(memory_format=torch.channels_last)
+    return part.contiguous()
 
 
-class _Given(nn.Module):
+class _Skipped(nn.Module):
     """Stands for layers whose output is known: it goes in by the name of its buffer."""
 
-    given: Tensor
+    given: Tensor  # checkpoints have this name
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,27 +204,30 @@ class _Given(nn.Module):
 
 
 def skip(model: nn.Module, paths: Sequence[str]) -> None:
-    """Let a chain of modules give out what `run_folded` puts in as `given_name(paths)`, in place."""
+    """Let a chain of modules give out what `run_folded` puts in as `skipped_name(paths)`, in place."""
     for path in paths:
         owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, nn.Identity() if path != paths[-1] else _Given())
+        setattr(model.get_submodule(owner), name, nn.Identity() if path != paths[-1] else _Skipped())
 
 
-def given_name(paths: Sequence[str]) -> str:
+def skipped_name(paths: Sequence[str]) -> str:
     """The name of the output of skipped modules."""
     return f"{paths[-1]}.given"
 
 
-def _slices(cut: Cut, device: torch.device) -> list[tuple[int, int | Tensor]]:
-    """Dims that are cut, and how many are kept if it is the first ones, else which."""
-    return [
-        (dim, len(kept) if torch.equal(kept, torch.arange(len(kept))) else kept.to(device))
-        for dim, kept in enumerate(cut)
-        if kept is not None
-    ]
+def _slices(cut: Cut, device: torch.device) -> list[Slice]:
+    slices: list[Slice] = []
+    for dim, kept in enumerate(cut):
+        if kept is None:
+            continue
+        if torch.equal(kept, torch.arange(len(kept))):
+            slices.append((dim, len(kept)))
+        else:
+            slices.append((dim, kept.to(device)))
+    return slices
 
 
-def _sliced(tensor: Tensor, slices: Sequence[tuple[int, int | Tensor]]) -> Tensor:
+def _sliced(tensor: Tensor, slices: Sequence[Slice]) -> Tensor:
     for dim, kept in slices:
         tensor = tensor.narrow(dim, 0, kept) if isinstance(kept, int) else tensor.index_select(dim, kept)
     return tensor

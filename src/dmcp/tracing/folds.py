@@ -42,55 +42,64 @@ def under_all_names(tensors: dict[str, Tensor], ties: Mapping[str, str]) -> dict
 
 
 class FoldTable(nn.Module):
-    """Spreads the gate vector over the dims of tensors: one gather for all of them."""
+    """Multiplies tensors by gates: where each channel of their dims has its gates in one vector of all gates.
 
-    index: Tensor  # places in the gate vector. (depth, all dims)
+    A channel of a product of spaces has several gates, which are multiplied; where it has fewer than others, the rest
+    point to a last gate that is always open. One gather spreads the vector over the dims of all tensors.
+    """
 
-    def __init__(self, folds: tuple[GateFold, ...], sizes: list[int]) -> None:
+    index: Tensor  # numbers of gates, for each channel of each fold. (depth, channels of all folds)
+
+    def __init__(self, folds: tuple[GateFold, ...], space_sizes: list[int]) -> None:
         super().__init__()
-        offsets = [0, *itertools.accumulate(sizes)]
-        tables = [_gate_index(fold, offsets) for fold in folds]
-        depth = max((len(table) for table in tables), default=1)
-        ones = [torch.full((depth - len(table), table.shape[1]), offsets[-1]) for table in tables]
-        rows = [torch.cat(pair) for pair in zip(tables, ones, strict=True)]
-        index = torch.cat(rows, dim=1) if rows else torch.zeros(1, 0, dtype=torch.int64)
+        offsets = [0, *itertools.accumulate(space_sizes)]  # the first gate of each space, and the gate always open
+        indices = [_gate_index(fold, offsets) for fold in folds]
+        depth = max((len(index) for index in indices), default=1)
+        padded = [_deepened(index, depth, open_gate=offsets[-1]) for index in indices]
+        index = torch.cat(padded, dim=1) if padded else torch.zeros(1, 0, dtype=torch.int64)
         self.register_buffer("index", index, persistent=False)
         self.folds = [(fold.tensor, fold.dim) for fold in folds]
-        self.sizes = [table.shape[1] for table in tables]
+        self.sizes = [index.shape[1] for index in indices]
         self.names = list(dict.fromkeys(fold.tensor for fold in folds))
 
-    def fold(self, find: Callable[[str], Tensor], gates: Tensor) -> dict[str, Tensor]:
+    def fold(self, find_tensor: Callable[[str], Tensor], gates: Tensor) -> dict[str, Tensor]:
         """Tensors multiplied by their gates, by name."""
-        extended = torch.cat([gates, gates.new_ones(1)])
-        factors = extended[self.index[0]]
+        with_open_gate = torch.cat([gates, gates.new_ones(1)])
+        factors = with_open_gate[self.index[0]]
         for row in self.index[1:]:
-            factors = factors * extended[row]
+            factors = factors * with_open_gate[row]
+
         folded: dict[str, Tensor] = {}
-        cast: dict[torch.dtype, tuple[Tensor, ...]] = {}
-        for place, (name, dim) in enumerate(self.folds):
-            tensor = folded[name] if name in folded else find(name)
-            if tensor.dtype not in cast:
-                cast[tensor.dtype] = torch.split(factors.to(tensor.dtype), self.sizes)
+        factors_of: dict[torch.dtype, tuple[Tensor, ...]] = {}  # of each fold, in each dtype that is needed
+        for number, (name, dim) in enumerate(self.folds):
+            tensor = folded[name] if name in folded else find_tensor(name)
+            if tensor.dtype not in factors_of:
+                factors_of[tensor.dtype] = torch.split(factors.to(tensor.dtype), self.sizes)
             shape = [1] * tensor.ndim
             shape[dim] = -1
-            folded[name] = tensor * cast[tensor.dtype][place].reshape(shape)
+            folded[name] = tensor * factors_of[tensor.dtype][number].reshape(shape)
         return folded
 
 
 def _gate_index(fold: GateFold, offsets: list[int]) -> Tensor:
-    """For each channel of a dim, the gates that multiply it; the last gate is always one. -> (D, n)"""
+    """For each channel of a dim, the numbers of the gates that multiply it. -> (depth, channels)"""
     depth = max(len(atoms_of((segment,))) for segment in fold.layout)
     columns: list[Tensor] = []
     for segment in fold.layout:
-        rows = torch.zeros(0, 1, dtype=torch.int64)
-        count = 1
+        # A segment is a product of spaces and ints: its last factor changes fastest from channel to channel.
+        rows = torch.zeros(0, 1, dtype=torch.int64)  # one for each space so far
         for axis in segment:
-            size = axis if isinstance(axis, int) else offsets[axis.index + 1] - offsets[axis.index]
-            rows = rows.repeat_interleave(size, dim=1)
-            if not isinstance(axis, int):
-                own = torch.arange(offsets[axis.index], offsets[axis.index + 1]).repeat(count)
-                rows = torch.cat([rows, own[None]])
-            count *= size
-        ones = torch.full((depth - len(rows), count), offsets[-1])
-        columns.append(torch.cat([rows.reshape(-1, count), ones]))
+            count = rows.shape[1]
+            if isinstance(axis, int):
+                rows = rows.repeat_interleave(axis, dim=1)
+            else:
+                gates = torch.arange(offsets[axis.index], offsets[axis.index + 1])
+                rows = torch.cat([rows.repeat_interleave(len(gates), dim=1), gates.repeat(count)[None]])
+        columns.append(_deepened(rows, depth, open_gate=offsets[-1]))
     return torch.cat(columns, dim=1)
+
+
+def _deepened(index: Tensor, depth: int, open_gate: int) -> Tensor:
+    """An index of more rows, which point to the gate that is always open. (d, n) -> (depth, n)"""
+    rest = torch.full((depth - len(index), index.shape[1]), open_gate)
+    return torch.cat([index, rest])
