@@ -52,7 +52,7 @@ from dmcp.runs.storage import save
 from dmcp.runs.writing import Run
 from dmcp.runtime import progress
 from dmcp.runtime.batches import core_count, device_of, generator
-from dmcp.runtime.io import plain
+from dmcp.runtime.io import make_printable
 from dmcp.searching.budget import costs
 from dmcp.searching.records import expected_shares
 from dmcp.searching.search import SEARCH
@@ -219,7 +219,7 @@ def run_side_by_side(
                 for line in process.stderr or ():
                     err.write(line)
                     if line.strip():
-                        last = plain(line.strip())
+                        last = make_printable(line.strip())
                         show(f"{command.name}: {last}")
             del running[command.name]
         code = process.returncode

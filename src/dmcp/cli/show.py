@@ -35,7 +35,7 @@ from dmcp.runs.storage import load
 from dmcp.runs.writing import Run
 from dmcp.runtime import progress
 from dmcp.runtime.batches import Loader, generator
-from dmcp.runtime.io import plain
+from dmcp.runtime.io import make_printable
 from dmcp.searching import sampling
 from dmcp.settings import LatencyConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -128,7 +128,7 @@ def data(name: str, quiet: bool, as_json: bool) -> None:
         print_json({"data": name} | facts)
     else:
         for line in _lines(name, facts):
-            print(plain(line))
+            print(make_printable(line))
     if facts["broken"]:
         some = f"{len(facts['broken'])} of {counted(count, 'image file')}"
         raise DataError(f"{some} cannot be read: repair or remove them, or skip them with --corrupt skip.")

@@ -25,7 +25,7 @@ from dmcp.results import (
 )
 from dmcp.runs.files import WEIGHTS
 from dmcp.runs.reading import PastRun, value_at
-from dmcp.runtime.io import plain
+from dmcp.runtime.io import make_printable
 from dmcp.units import show_bytes
 
 if TYPE_CHECKING:  # imported where they are needed: most commands make no page
@@ -59,7 +59,7 @@ def _template() -> Template:
     import jinja2
 
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    env.finalize = lambda value: plain(value) if type(value) is str else value
+    env.finalize = lambda value: make_printable(value) if type(value) is str else value
     return env.from_string(Path(__file__).with_name("page.html").read_text())
 
 
@@ -105,7 +105,7 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
     """What the page says about one run, by the names that the template uses."""
     facts: dict[str, Any] = run.describe()
     facts["number"] = number
-    facts["path"] = shlex.quote(plain(str(run.folder)))
+    facts["path"] = shlex.quote(make_printable(str(run.folder)))
     facts["done"] = run.done
     facts["problems"] = run.problems
 
@@ -237,14 +237,16 @@ def _charts(run: PastRun) -> list[Figure]:
     charts = []
     before = run.before
     spaces = [
-        (plain(name), before[name], kept, run.expected.get(name)) for name, kept in run.widths.items() if name in before
+        (make_printable(name), before[name], kept, run.expected.get(name))
+        for name, kept in run.widths.items()
+        if name in before
     ]
     if spaces:
         charts.append(figures.widths_per_space(spaces, "Width of each space"))
 
     limits = min((len(step.ratios) for step in run.search if step.ratios), default=0)
     if limits:
-        names = [figures.KINDS.get(kind, plain(kind)) for kind in run.targets]
+        names = [figures.KINDS.get(kind, make_printable(kind)) for kind in run.targets]
         if len(names) != limits:
             names = [f"limit {number}" for number in range(1, limits + 1)]
         charts.append(figures.cost_over_time(run.search, names, _tolerance(run)))

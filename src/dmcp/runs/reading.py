@@ -29,7 +29,7 @@ from dmcp.runs.files import (
     read_records,
 )
 from dmcp.runs.saved_search import read_summary
-from dmcp.runtime.io import from_plain, is_locked, plain
+from dmcp.runtime.io import from_plain, is_locked, make_printable
 from dmcp.searching.records import SearchRecord
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
@@ -71,8 +71,8 @@ class PastRun:
         """The name of the folder; for one of several budgets, behind the name of their run."""
         folder = self.folder.resolve()
         if is_run(folder.parent):
-            return plain(f"{folder.parent.name}/{folder.name}")
-        return plain(folder.name)
+            return make_printable(f"{folder.parent.name}/{folder.name}")
+        return make_printable(folder.name)
 
     @property
     def done(self) -> bool:
@@ -129,14 +129,14 @@ class PastRun:
     def setting(self, *keys: str) -> str:
         """The setting at a path of keys as text; empty if there is none."""
         value = value_at(self.settings, *keys)
-        return plain(str(value)) if isinstance(value, str | int | float) else ""
+        return make_printable(str(value)) if isinstance(value, str | int | float) else ""
 
     @property
     def budget(self) -> str:
         """The budget as it was typed; several with commas."""
         budgets = self.settings.get("budgets")
         if isinstance(budgets, list) and budgets:
-            return ", ".join(plain(str(budget)) for budget in budgets)
+            return ", ".join(make_printable(str(budget)) for budget in budgets)
         return self.setting("search", "budget")
 
     def describe(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class PastRun:
                 accuracy = self.result.accuracy
         return {
             "name": self.name,
-            "folder": plain(str(self.folder)),
+            "folder": make_printable(str(self.folder)),
             "command": self.setting("command"),
             "model": self.setting("model"),
             "data": self.setting("data"),
@@ -219,11 +219,11 @@ def _read_log(folder: Path, tail: int) -> dict[str, Any]:
     training: dict[str, dict[int, StepRecord]] = {}
     rows: dict[str, Row] = {}
     for data in read_records(folder / LOG, tail):
-        stage = plain(str(data.get("stage")))
+        stage = make_printable(str(data.get("stage")))
         if stage == "test":
             row = _read_record(Row, data | times.get(str(data.get("name")), {}))
             if row is not None:
-                rows[row.name] = replace(row, name=plain(row.name))
+                rows[row.name] = replace(row, name=make_printable(row.name))
                 continue
         if stage == "search":
             record = _read_record(SearchRecord, data)
@@ -268,8 +268,8 @@ def _describe_problem(folder: Path, file: str, error: Exception) -> str:
     """A sentence with the name of the file, but not its folder: the page may be shown to others."""
     reason = str(error).replace(f"{folder}{os.sep}", "").rstrip(".") or type(error).__name__
     if isinstance(error, FileError):  # says itself which file it means, perhaps one that belongs to this one
-        return plain(f"{reason}.")
-    return plain(f"{file}: {reason}.")
+        return make_printable(f"{reason}.")
+    return make_printable(f"{file}: {reason}.")
 
 
 # several runs

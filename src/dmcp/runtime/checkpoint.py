@@ -34,7 +34,7 @@ from dmcp.errors import DataError, FileError, RankError, StoppedError, TrainingE
 from dmcp.runtime.batches import Loader, batches_from, length_of, mix, on_device, size_of, start_epoch
 from dmcp.runtime.distributed import World, gather, sum_values
 from dmcp.runtime.engine import ResolvedEngine
-from dmcp.runtime.io import plain, quote, read_bytes, refuse_link, write_files
+from dmcp.runtime.io import make_printable, quote, read_bytes, refuse_link, write_files
 
 DONE = "done"  # whether the loop of a checkpoint was at its end
 _FILE = "checkpoint.safetensors"
@@ -396,7 +396,7 @@ class Checkpointer:
         """Raise FileError for a checkpoint that was made with other settings."""
         differences = list(_differences(facts.get("identity"), self._identity(world)))
         if differences:
-            text = plain("; ".join(differences))
+            text = make_printable("; ".join(differences))
             raise FileError(f"{self.folder}: a run can only be resumed with the same settings: {text}.")
 
     def due(self, step: int, world: World) -> bool:

@@ -178,8 +178,8 @@ def quote(text: object) -> str:
     return str(text)[:200].encode("unicode_escape").decode()
 
 
-def plain(text: str) -> str:
-    """Text without control characters."""
+def make_printable(text: str) -> str:
+    """The text with its control characters replaced, so that it cannot act on a terminal."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
