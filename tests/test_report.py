@@ -163,5 +163,5 @@ def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
 
 def test_a_matplotlibrc_does_not_run_latex() -> None:
     with matplotlib.rc_context({"text.usetex": True}):
-        page = figures.to_svg(figures.accuracy_over_cost([("dmcp", "", 10, 0.5, 0.1)]), "salt")
+        page = figures.to_svg(figures.accuracy_over_cost([figures.Point("dmcp", "", 10, 0.5, 0.1)]), "salt")
     assert ">dmcp<" in page

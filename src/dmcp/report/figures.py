@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -95,6 +95,15 @@ def to_svg(figure: Figure, salt: str, transparent: bool = True) -> str:
 # a search
 
 
+class SpaceWidth(NamedTuple):
+    """The bar of one space: its channels before and after, and the number that the chain expects, if that is known."""
+
+    name: str
+    before: int
+    kept: int
+    expected: float | None
+
+
 def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str]) -> list[Path]:
     """Write every figure of a search and its chosen widths as SVG; returns the files, in order."""
     graph = result.graph
@@ -103,7 +112,7 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
 
     spaces = []
     for space, expected in zip(graph.spaces, expected_widths(result).tolist(), strict=True):
-        spaces.append((space.name, space.size, widths[space.name], expected))
+        spaces.append(SpaceWidth(space.name, space.size, widths[space.name], expected))
     before = amount("macs", graph.macs(graph.full))
     after = amount("macs", graph.macs(widths))
     bars = widths_per_space(spaces, f"Width of each space: {before} MACs before, {after} after")
@@ -164,22 +173,22 @@ def _color(name: str, number: int) -> str:
 
 
 @_style()
-def widths_per_space(rows: Sequence[tuple[str, int, int, float | None]], title: str) -> Figure:
-    """Channels of each space: (name, before, kept, expected by the chain)."""
-    columns = -(-len(rows) // _MAX_ROWS)
-    count = -(-len(rows) // columns)  # rows of a column
+def widths_per_space(spaces: Sequence[SpaceWidth], title: str) -> Figure:
+    """Channels of each space, below each other, in columns."""
+    columns = -(-len(spaces) // _MAX_ROWS)
+    count = -(-len(spaces) // columns)  # spaces in a column
     figure, panels = _panels(5.6 * columns, 1.5 + 0.24 * count, columns)
     for column, axes in enumerate(panels):
         axes.grid(visible=False)
-        part = rows[column * count : (column + 1) * count]
+        part = spaces[column * count : (column + 1) * count]
         heights = range(len(part))
         axes.barh(heights, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
-        axes.barh(heights, [kept / full for _, full, kept, _ in part], color=BLUE, height=0.75, label="kept")
-        marks = [math.nan if expected is None else expected / full for _, full, _, expected in part]
+        axes.barh(heights, [space.kept / space.before for space in part], color=BLUE, height=0.75, label="kept")
+        marks = [math.nan if space.expected is None else space.expected / space.before for space in part]
         axes.plot(marks, heights, "|", color=INK, ms=9, mew=1.5, label="expected, before rounding")
-        for height, (_, full, kept, _) in enumerate(part):
-            axes.text(1.02, height, f"{kept} of {full}", va="center", fontsize=8, clip_on=False)
-        axes.set_yticks(heights, [_shorten(name) for name, *_ in part], fontsize=8)
+        for height, space in enumerate(part):
+            axes.text(1.02, height, f"{space.kept} of {space.before}", va="center", fontsize=8, clip_on=False)
+        axes.set_yticks(heights, [_shorten(space.name) for space in part], fontsize=8)
         axes.set(xlim=(0, 1), ylim=(count - 0.5, -0.5), xlabel="share of the channels that is kept")
         _in_percent(axes.xaxis)
     figure.suptitle(title)
@@ -194,25 +203,34 @@ def _shorten(name: str) -> str:
 # accuracies
 
 
+class Point(NamedTuple):
+    """A tested network in a chart."""
+
+    kind: str  # networks of one kind have one color
+    text: str  # beside it
+    macs: int
+    accuracy: float
+    error: float  # standard error of the accuracy
+
+
 @_style()
-def accuracy_over_cost(points: Sequence[tuple[str, str, int, float, float]]) -> Figure:
-    """Accuracy over MACs of tested networks: (kind, text beside it, MACs, accuracy, standard error)."""
+def accuracy_over_cost(points: Sequence[Point]) -> Figure:
+    """Accuracy over MACs of tested networks."""
     figure, (axes,) = _panels(5.6, 3.6)
-    for number, kind in enumerate(dict.fromkeys(point[0] for point in points)):
-        of_kind = [point for point in points if point[0] == kind]
-        _, texts, macs, accuracies, errors = zip(*of_kind, strict=True)
+    for number, kind in enumerate(dict.fromkeys(point.kind for point in points)):
+        of_kind = [point for point in points if point.kind == kind]
         axes.errorbar(
-            macs,
-            accuracies,
-            errors,
+            [point.macs for point in of_kind],
+            [point.accuracy for point in of_kind],
+            [point.error for point in of_kind],
             fmt=_MARKERS[number % len(_MARKERS)],
             color=_color(kind, number),
             ms=6 + 2 * number,  # later kinds are larger and lie behind, so that none is hidden
             zorder=9 - number,
             label=kind,
         )
-        for text, x, y in zip(texts, macs, accuracies, strict=True):
-            axes.annotate(text, (x, y), (6, 4), textcoords="offset points", fontsize=8)
+        for point in of_kind:
+            axes.annotate(point.text, (point.macs, point.accuracy), (6, 4), textcoords="offset points", fontsize=8)
     axes.set(title="Accuracy over MACs", xlabel="MACs of one sample", ylabel="test accuracy (bar: standard error)")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: amount("macs", value))

@@ -11,7 +11,7 @@ from urllib.parse import quote as quote_url
 
 from dmcp.budgets import LATENCY, show_cost
 from dmcp.exporting.latency import LATENCY_FILE
-from dmcp.report.figures import accuracy_over_cost, draw_all, save_figure
+from dmcp.report.figures import Point, accuracy_over_cost, draw_all, save_figure
 from dmcp.results import ACCURACY, PruneResult, error_of, results_table
 from dmcp.runs.files import INPUT, LOG, OUTCOME, REPORT, SETTINGS, read_json
 from dmcp.runs.saved_search import save_search
@@ -84,15 +84,15 @@ def _write_budget(run: Run, name: str, result: PruneResult) -> Run:
     return part
 
 
-def _points(result: PruneResult) -> list[tuple[str, str, int, float, float]]:
+def _points(result: PruneResult) -> list[Point]:
     """The networks of several budgets as points of a chart; a baseline that all budgets share has no text."""
     points = []
     for row in result.rows:
-        kind, text = row.name, ""
-        name, _, budget = row.name.rpartition(" ")
-        if budget in result.front:
-            kind, text = name, budget
-        points.append((kind, text, row.macs, row.accuracy, error_of(row) or 0.0))
+        kind, _, budget = row.name.rpartition(" ")
+        if budget not in result.front:
+            kind = row.name
+            budget = ""
+        points.append(Point(kind, budget, row.macs, row.accuracy, error_of(row) or 0.0))
     return points
 
 

@@ -42,11 +42,11 @@ def make_page(runs: Sequence[PastRun]) -> str:
     overview = ""
     if points:
         overview = figures.to_svg(figures.accuracy_over_cost(points), "overview")
-    score_names = sorted({score_name([run.result]) for run in runs if run.result}) or [ACCURACY]
+    score_names = {score_name([run.result]) for run in runs if run.result} or {ACCURACY}
     data_sets = {run.setting("data") for run in runs}
     return _template().render(
         title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
-        score_name=" or ".join(score_names),
+        score_name=" or ".join(sorted(score_names)),
         overview=overview,
         several_sets=len(data_sets) > 1,
         runs=[_describe(number, run) for number, run in enumerate(runs, start=1)],
@@ -63,15 +63,15 @@ def _template() -> Template:
     return env.from_string(Path(__file__).with_name("page.html").read_text())
 
 
-def _points(runs: Sequence[PastRun]) -> list[tuple[str, str, int, float, float]]:
-    """All networks with an accuracy, for the chart of accuracy over cost; of several runs, results have numbers."""
+def _points(runs: Sequence[PastRun]) -> list[figures.Point]:
+    """All networks with an accuracy, for the chart; if there are several runs, their results have numbers."""
     points = []
     for number, run in enumerate(runs, start=1):
         for row in run.rows:
             if row.score == ACCURACY:  # the axis has shares
                 text = str(number) if row.name == DMCP and len(runs) > 1 else ""
-                points.append((row.name, text, row.macs, row.accuracy, error_of(row) or 0.0))
-    return sorted(points, key=lambda point: point[0] != DMCP)
+                points.append(figures.Point(row.name, text, row.macs, row.accuracy, error_of(row) or 0.0))
+    return sorted(points, key=lambda point: point.kind != DMCP)
 
 
 # one run
@@ -109,11 +109,14 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
     facts["done"] = run.done
     facts["problems"] = run.problems
 
-    row, share = run.result, run.share("macs")
+    facts |= {"score": "", "macs": "", "share": ""}
+    if run.result:
+        facts["score"] = _score(run.result)
+        facts["macs"] = f"{run.result.macs:,}"
+    share = run.share("macs")
+    if share:
+        facts["share"] = percent(share)
     facts["summary"] = summary(run)
-    facts["score"] = _score(row) if row else ""
-    facts["macs"] = f"{row.macs:,}" if row else ""
-    facts["share"] = percent(share) if share else ""
     facts["tiles"] = _tiles(run)
 
     facts["notes"] = unknown_scores(run.rows)
@@ -124,8 +127,10 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
     facts["widths"] = _widths(run)
     facts["settings"] = _settings(run)
 
+    facts["typed"] = ""
     words = run.settings.get("argv")
-    facts["typed"] = shlex.join(["dmcp", *map(str, words[1:])]) if isinstance(words, list) else ""
+    if isinstance(words, list):
+        facts["typed"] = shlex.join(["dmcp", *map(str, words[1:])])
     return facts
 
 
@@ -169,18 +174,20 @@ def _tiles(run: PastRun) -> list[Tile]:
 
 
 def _accuracy_tile(run: PastRun, row: Row) -> Tile:
-    gaps = ", ".join(difference(row, other) for other in run.rows if other is not row)
+    gaps = ", ".join(difference(row, baseline) for baseline in run.rows if baseline is not row)
     return Tile(f"{score_name([row])}, {row.name}", _score(row), gaps.replace("-", "\N{MINUS SIGN}"))
 
 
 def _speed_tile(run: PastRun, row: Row) -> list[Tile]:
     """How many times as fast the network is: as an exported file if there is one, else in torch; empty if not timed."""
     if run.exported:
-        before, after = run.exported.unpruned_ms, run.exported.pruned_ms
+        before = run.exported.unpruned_ms
+        after = run.exported.pruned_ms
         timed = f"a sample in {run.exported.runtime}"
     else:
-        times = {other.name: other.ms for other in run.rows if other.batch and other is not row}
-        before, after = times.get(UNPRUNED) or times.get(ORIGINAL) or 0.0, row.ms
+        times = {baseline.name: baseline.ms for baseline in run.rows if baseline.batch and baseline is not row}
+        before = times.get(UNPRUNED) or times.get(ORIGINAL) or 0.0
+        after = row.ms
         timed = f"for {row.batch} samples in torch"
     if not before or not after:
         return []
@@ -235,12 +242,10 @@ def _settings(run: PastRun) -> list[tuple[str, str]]:
 def _charts(run: PastRun) -> list[Figure]:
     """Every chart of a run that there is data for."""
     charts = []
-    before = run.before
-    spaces = [
-        (make_printable(name), before[name], kept, run.expected.get(name))
-        for name, kept in run.widths.items()
-        if name in before
-    ]
+    spaces = []
+    for name, kept in run.widths.items():
+        if name in run.before:
+            spaces.append(figures.SpaceWidth(make_printable(name), run.before[name], kept, run.expected.get(name)))
     if spaces:
         charts.append(figures.widths_per_space(spaces, "Width of each space"))
 
@@ -269,14 +274,14 @@ def _tolerance(run: PastRun) -> float | None:
 def _search_losses(run: PastRun) -> dict[str, dict[int, float]]:
     """The losses of the search by step: of weights and of alphas. Curves without a step are left out."""
     largest: dict[int, float] = {}
-    others: dict[int, float] = {}
+    smaller: dict[int, float] = {}
     soft: dict[int, float] = {}
     for step in run.search:
         if step.weight_losses:
             largest[step.step] = step.weight_losses[0]
             if len(step.weight_losses) > 1:
-                others[step.step] = fmean(step.weight_losses[1:])
+                smaller[step.step] = fmean(step.weight_losses[1:])
         if step.task_loss is not None:
             soft[step.step] = step.task_loss
-    curves = {"largest sub-network": largest, "mean of the others": others, "soft network": soft}
+    curves = {"largest sub-network": largest, "mean of the others": smaller, "soft network": soft}
     return {name: curve for name, curve in curves.items() if curve}
