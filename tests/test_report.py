@@ -96,14 +96,24 @@ def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
 
 def test_what_the_page_says(tmp_path: Path) -> None:
     extra = {"argv": ["/x/bin/dmcp", "prune", "--data", "my data"], "versions": {"torch": "9.9"}, "retrain": "finetune"}
-    done = write_run(tmp_path / "done", [*step_lines(40), *TEST_LINES, TRAIN_LINE], **extra)
+    tests = [*TEST_LINES[:2], TEST_LINES[2] | {"train_loss": 0.1234}]
+    done = write_run(tmp_path / "done", [*step_lines(40), *tests, TRAIN_LINE], **extra)
     (done / "times.jsonl").write_text(json.dumps({"name": "dmcp", "ms": 1.5, "batch": 8}) + "\n")
     half = write_run(tmp_path / "half", step_lines(17), done=False)
     damaged = write_run(tmp_path / "bad", TEST_LINES)
     (damaged / "widths.json").write_text("{")
     page = Page(make_page([read_run(folder) for folder in (done, half, damaged)]))
     assert len(page.all("svg")) == 1 + 4 + 2
-    says = ["48 %", "85.00 %", "MACs: at most 500", "Half the MACs, −5.00 points", "finetune", "versions.torch"]
+    says = [
+        "48 %",
+        "85.00 %",
+        "train loss",
+        "0.1234",
+        "MACs: at most 500",
+        "Half the MACs, −5.00 points",
+        "finetune",
+        "versions.torch",
+    ]
     says += ["dmcp prune --data 'my data'", "step 17, in epoch 2 of 4", "dmcp prune --resume", "read: widths.json"]
     assert not [words for words in says if words not in page.text]
 

@@ -131,8 +131,10 @@ def test_held_out_batches_have_a_mix_of_classes_and_the_same_images_for_all_seed
 # which are left
 
 
-def row(accuracy: float = 0.5, macs: int = 50, params: int = 7, name: str = "same recipe") -> Row:
-    return Row(name, macs, params, accuracy)
+def row(
+    accuracy: float = 0.5, macs: int = 50, params: int = 7, name: str = "same recipe", loss: float | None = None
+) -> Row:
+    return Row(name, macs, params, accuracy, train_loss=loss)
 
 
 def finish(folder: Path, it: PlannedRun, networks: Sequence[Row], seconds: float = 1, passes: int = 10) -> None:
@@ -270,26 +272,27 @@ def test_the_table_has_the_figures_of_the_runs(subject: Subject, tmp_path: Path)
     for seed, up in ((0, 0.0), (1, 0.02)):
         finish(tmp_path, runs[f"unpruned-seed{seed}"], [row(0.9 + up, 100, 77)], 100, 5_000_000)
         finish(tmp_path, runs[f"slimming-seed{seed}"], [], 90, 4_000_000)
-        finish(tmp_path, runs[f"uniform-50%-seed{seed}"], [row(0.8 + up, 49, 40)], 0.1, 0)
+        finish(tmp_path, runs[f"uniform-50%-seed{seed}"], [row(0.8 + up, 49, 40, loss=0.5 + up)], 0.1, 0)
         finish(tmp_path, runs[f"random-50%-seed{seed}"], [row(0.8 + up, 49, 40)], 0.1, 0)  # by chance uniform's widths
         finish(tmp_path, runs[f"l1-50%-seed{seed}"], [row(0.7 + 2 * up, 49, 40, tuned)], 2, 0)
         both = [row(0.85 + up, 50 - seed, 30 + seed), row(0.8, 50 - seed, 30 + seed, tuned)]
         finish(tmp_path, runs[f"slimming-50%-seed{seed}"], both, 30 + 20 * seed, 1_000_000)
-    finish(tmp_path, runs["dmcp-50%-seed1"], [row(0.91, 48, 35)], 300, 9_000_000)
+    finish(tmp_path, runs["dmcp-50%-seed1"], [row(0.91, 48, 35, loss=0.25)], 300, 9_000_000)
     data = write_table(tmp_path)
     assert table_cells((tmp_path / "compare.md").read_text())[1:] == [
-        ["unpruned", "100%", "91.00 ± 1.41 (2)", "", "", "100.0%", "77", "0", "0"],
-        ["uniform", "50%", "81.00 ± 1.41 (2)", "", "", "49.0%", "40", "0", "0"],
-        ["random", "50%", "= uniform", "", "", "49.0%", "40", "0", "0"],
-        ["l1", "50%", "= uniform", "", "72.00 ± 2.83 (2), fine-tuned", "49.0%", "40", "102", "5.0"],
+        ["unpruned", "100%", "91.00 ± 1.41 (2)", "", "", "", "100.0%", "77", "0", "0"],
+        ["uniform", "50%", "81.00 ± 1.41 (2)", "", "0.51 ± 0.014 (2)", "", "49.0%", "40", "0", "0"],
+        ["random", "50%", "= uniform", "", "", "", "49.0%", "40", "0", "0"],
+        ["l1", "50%", "= uniform", "", "", "72.00 ± 2.83 (2), fine-tuned", "49.0%", "40", "102", "5.0"],
         [
-            *("slimming", "50%", "86.00 ± 1.41 (2)", "+5.00 ± 0.00 (2)", "80.00 ± 0.00 (2), fine-tuned"),
+            *("slimming", "50%", "86.00 ± 1.41 (2)", "+5.00 ± 0.00 (2)", "", "80.00 ± 0.00 (2), fine-tuned"),
             *("49.0%–50.0%", "30–31", "130", "5.0"),
         ],
-        ["dmcp", "50%", "91.00 (1)", "+9.00 (1)", "", "48.0%", "35", "300", "9.0"],
+        ["dmcp", "50%", "91.00 (1)", "+9.00 (1)", "0.25 (1)", "", "48.0%", "35", "300", "9.0"],
     ]
     assert data == json.loads((tmp_path / "compare.json").read_text())
     line = {(it["method"], it["own"]): it for it in data["lines"]}
+    assert line["uniform", False]["train_losses"] == [0.5, 0.52]
     assert line["slimming", True]["way"] == tuned and line["l1", True]["widths"] == 2 * [{"a": 40}]
     assert (line["slimming", False]["seeds"], line["slimming", False]["macs"]) == ([0, 1], [49, 50])
     assert (line["slimming", True]["search_seconds"], line["slimming", True]["sample_passes"]) == (130, 5_000_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -181,6 +182,13 @@ def test_lines_that_are_no_records_or_done_again_are_passed_over(tmp_path: Path)
     lines = [*step_lines(5), *step_lines(5), *(TEST_LINES[0] | change for change in changes), TEST_LINES[2]]
     run = read_run(write_run(tmp_path / "a", lines))
     assert (len(run.search), [row.name for row in run.rows], run.describe()["state"]) == (5, ["dmcp"], "done")
+
+
+def test_a_diverged_training_is_a_result(tmp_path: Path) -> None:
+    lines = [TEST_LINES[0] | {"train_loss": float("nan")}, TEST_LINES[2] | {"train_loss": 0.25}]
+    rows = read_run(write_run(tmp_path / "a", lines)).rows
+    assert [row.name for row in rows] == ["unpruned", "dmcp"]
+    assert math.isnan(rows[0].train_loss or 0) and rows[1].train_loss == 0.25
 
 
 def test_runs_of_folders(tmp_path: Path) -> None:

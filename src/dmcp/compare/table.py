@@ -40,6 +40,7 @@ class Line:
     mean: float
     ms: float
     deviation: float | None  # of the accuracies, ddof = 1; None for one seed
+    train_losses: list[float | None]  # by seed, means over the last epoch; None if unknown
     widths: list[dict[str, int]]  # by seed
     macs: list[int]  # smallest and largest
     params: list[int]
@@ -124,6 +125,7 @@ def _make_line(group: Sequence[tuple[Result, Row]], results: Mapping[str, Result
         mean=fmean(accuracies),
         ms=networks[0].ms,
         deviation=stdev(accuracies) if len(accuracies) > 1 else None,
+        train_losses=[network.train_loss for network in networks],
         widths=[dict(result.widths) for result in runs],
         macs=[min(macs), max(macs)],
         params=[min(params), max(params)],
@@ -193,12 +195,12 @@ def _describe(settings: Mapping[str, Any]) -> str:
 def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
     """The table as text, one row for both trainings of a method at a budget.
 
-    Accuracies are mean ± standard deviation (seeds), and so are differences to uniform with the same seed.
+    Accuracies and losses are mean ± standard deviation (seeds), and so are differences to uniform with the same seed.
     """
     same_recipe = {(line.method, line.budget): line for line in lines if not line.own}
     own_training = {(line.method, line.budget): line for line in lines if line.own}
-    head = ["method", "budget", f"accuracy in %, {SAME}", f"points above {UNIFORM}", "its own training, %"]
-    rows = [[*head, "MACs", "params", "search, s", "sample-passes, M"]]
+    head = ["method", "budget", f"accuracy in %, {SAME}", f"points above {UNIFORM}", f"train loss, {SAME}"]
+    rows = [[*head, "its own training, %", "MACs", "params", "search, s", "sample-passes, M"]]
     for method, budget in dict.fromkeys((line.method, line.budget) for line in lines):
         same = same_recipe.get((method, budget))
         own = own_training.get((method, budget))
@@ -207,11 +209,12 @@ def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
         uniform = same_recipe.get((UNIFORM, budget))
 
         # Widths that are uniform's are trained once: the cell says by which method.
-        accuracy = above_uniform = ""
+        accuracy = above_uniform = train_loss = ""
         if line.same_as:
             accuracy = f"= {line.same_as}"
         elif same is not None:
             accuracy = spread(same.accuracies)
+            train_loss = _spread_of_losses(same.train_losses)
             if uniform is not None and same is not uniform:
                 above_uniform = spread(_differences(same, uniform), sign="+z")
         rows.append(
@@ -220,6 +223,7 @@ def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
                 budget or "100%",
                 accuracy,
                 above_uniform,
+                train_loss,
                 f"{spread(own.accuracies)}, {own.way}" if own is not None else "",
                 between(*(f"{share:.1%}" for share in line.macs_share)),
                 between(*(f"{count:,}" for count in line.params)),
@@ -235,6 +239,15 @@ def _differences(line: Line, base: Line) -> list[float]:
     accuracies = dict(zip(base.seeds, base.accuracies, strict=True))
     pairs = zip(line.seeds, line.accuracies, strict=True)
     return [accuracy - accuracies[seed] for seed, accuracy in pairs if seed in accuracies]
+
+
+def _spread_of_losses(losses: Sequence[float | None]) -> str:
+    """Mean ± standard deviation (seeds) of the losses that are known; empty if none is."""
+    known = [loss for loss in losses if loss is not None]
+    if not known:
+        return ""
+    deviation = f" ± {stdev(known):.2g}" if len(known) > 1 else ""
+    return f"{fmean(known):.4g}{deviation} ({len(known)})"
 
 
 def _in_millions(count: float) -> str:

@@ -21,6 +21,7 @@ from dmcp.results import (
     error_of,
     score,
     score_name,
+    show_loss,
     unknown_scores,
 )
 from dmcp.runs.files import WEIGHTS
@@ -208,8 +209,10 @@ def _cost_tile(run: PastRun, row: Row, kind: str, title: str, more: str = "") ->
 
 def _networks(run: PastRun) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the tested networks. They have times if all were timed."""
-    head = ["network", "MACs", "parameters", score_name(run.rows)]
-    rows = [[row.name, f"{row.macs:,}", f"{row.params:,}", _score(row)] for row in run.rows]
+    head = ["network", "MACs", "parameters", "train loss", score_name(run.rows)]
+    rows = []
+    for row in run.rows:
+        rows.append([row.name, f"{row.macs:,}", f"{row.params:,}", show_loss(row.train_loss), _score(row)])
     if run.result and all(row.batch for row in run.rows):
         head.append(f"ms per {run.result.batch}")
         for cells, row in zip(rows, run.rows, strict=True):

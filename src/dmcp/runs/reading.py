@@ -241,14 +241,17 @@ def _read_log(folder: Path, tail: int) -> dict[str, Any]:
 
 
 def _read_record(kind: Any, data: dict[str, Any]) -> Any:
-    """A record with finite numbers; None for a line of another kind. A metric of the user's own may be anything."""
+    """A record with finite numbers; None for a line of another kind.
+
+    A metric of the user's own may be anything, and so may be the loss of a training that diverged.
+    """
     names = [column.name for column in fields(kind)]
     try:
         record = from_plain(kind, {name: data[name] for name in names if name in data})
     except (TypeError, ValueError):
         return None
     for name, value in vars(record).items():
-        if name == "accuracy" and record.score != ACCURACY:
+        if name == "train_loss" or (name == "accuracy" and record.score != ACCURACY):
             continue
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
