@@ -18,10 +18,11 @@ from folders import write_photos
 from PIL import Image
 from torch import Tensor
 
+from dmcp.data import images
 from dmcp.data import store as storing
 from dmcp.data.datasets import ArraySet, Augmentation, load
 from dmcp.data.folders import FolderSet
-from dmcp.data.loaders import make_loader
+from dmcp.data.loaders import FolderLoader, make_loader
 from dmcp.data.store import Store
 from dmcp.errors import DataError
 from dmcp.runtime.batches import batches_from, generator
@@ -151,6 +152,35 @@ def test_batches_of_files_are_a_function_of_seed_epoch_and_index(kind: str, tmp_
     assert (stored.store is None) == (kind == "stream")
     if stored.store is not None:
         assert stored.rows.tolist() == [7, 2] and stored.store.sizes.tolist() == [[16, 19]] * 12  # twice the crop
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_what_is_streamed_to_a_gpu_is_what_the_cpu_makes(
+    decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, in the way of a GPU: threads with streams of their own, and a decoder that refuses some files."""
+    monkeypatch.setattr("dmcp.data.store.SHARE", 0.0)
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", Mock())
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(images, "can_decode", lambda device: decodes)
+
+    def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
+        return [None if len(file) % 3 == 0 else torch.ops.image.decode_jpeg(file, 3) for file in files]
+
+    monkeypatch.setattr(images, "decode_on_gpu", decode)
+    part = photos(tmp_path, count=10)
+    for path in part.paths[::2]:
+        Image.open(path).save(path, "JPEG")
+    loader = make_loader(part, 4, train=True, seed=1, workers=3)
+    loader.set_epoch(2)
+    assert isinstance(loader, FolderLoader)
+    made = list(loader._stream_to_gpu([np.arange(4 * number, 4 * number + 4) for number in range(len(loader))]))
+    assert len(streams) == 2
+    for (gpu, labels), (cpu, expected) in zip(made, loader, strict=True):
+        assert torch.equal(labels, expected) and (gpu - cpu).abs().max() < 0.1  # PIL rounds its levels
 
 
 def test_an_epoch_is_entered_without_reading_what_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,8 @@ def _inspect(path: str, whole: bool) -> Size | Broken:
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a pipe would block the open
 _UNDECODABLE = (RuntimeError, AttributeError)  # the file is refused, or this torchvision lacks the operator
-_JPEG_BEGIN, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
+_JPEG_BEGIN = b"\xff\xd8"
+_JPEG_END = b"\xff\xd9"
 _FRAME_MARKERS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
 _ADOBE_MARKER = 0xEE
 
@@ -347,7 +348,8 @@ def _resize_weights(axis: Tensor, size: int, pixels: int) -> Tensor:
 
 # normalization
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pre-trained networks expect
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet, which pre-trained networks expect
+STD = (0.229, 0.224, 0.225)
 GREY = (0.299, 0.587, 0.114)  # shares of red, green and blue, as PIL has them
 SCALES = {3: (MEAN, STD), 1: ((0.458971,), (0.225609,))}  # mean and deviation by number of channels
 

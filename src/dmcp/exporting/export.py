@@ -28,7 +28,8 @@ from dmcp.runtime.batches import generator, input_of, size_of
 from dmcp.runtime.io import plain_file_size, quote, write_files
 from dmcp.tracing.modules import call_model, map_leaves, narrow, tensors_in, unwrap, without_autocast
 
-ONNX, PT2 = ".onnx", ".pt2"
+ONNX = ".onnx"
+PT2 = ".pt2"
 NOTE = "input.json"  # the preprocessing: a key in the metadata of ONNX, an extra file in .pt2
 TOLERANCE = 1e-4  # what rounding explains, as a share of the largest output
 SAMPLES = 512  # that the ranges of int8 activations come from

@@ -216,7 +216,7 @@ def measure_latency(
     times = timer.times(_cut(model, graph, row) for row in each("networks", rows))
 
     # The table is a fit to all networks. A fit without the held-out ones says how good its forecasts are.
-    kinds = work(graph)
+    kinds = count_work(graph)
     terms = fit(kinds, rows, times)
     is_held_out = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(rows))]
     fitted = [number for number in range(len(rows)) if not is_held_out[number]]
@@ -290,12 +290,16 @@ def _cut(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Module
 
 # fitting
 
-LAYERS, OTHERS = "written by layers", "written by other ops"  # kinds of work, beside those of multiply-adds
-_CLOSE, _TURNS = 1e-4, 12  # of iteratively reweighted least squares
-_FIRM = 1e4  # weight of the unpruned network there
+# Kinds of work, beside those of multiply-adds:
+LAYERS = "written by layers"
+OTHERS = "written by other ops"
+# Of iteratively reweighted least squares:
+_TURNS = 12
+_CLOSE = 1e-4  # errors below it count alike
+_FIRM = 1e4  # weight of the unpruned network
 
 
-def work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
+def count_work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
     """Count the MACs of the eval pass, and the numbers written, by kind and resolution of the layer."""
     eval_pass = graph.coupling.passes[0]
     recording = eval_pass.recording
@@ -350,13 +354,13 @@ def least_errors(amounts: Array, times: Array) -> Array:
     scale = 1 / times
     for _ in range(_TURNS):
         scale[0] = _FIRM / times[0]
-        prices = nonnegative(amounts * scale[:, None], times * scale)
+        prices = solve_nonnegative(amounts * scale[:, None], times * scale)
         errors = np.abs(amounts @ prices / times - 1)
         scale = 1 / (times * np.sqrt(np.maximum(errors, _CLOSE)))
     return prices
 
 
-def nonnegative(amounts: Array, times: Array) -> Array:
+def solve_nonnegative(amounts: Array, times: Array) -> Array:
     """Solve least squares without the columns that would have a negative price. (N, P), (N,) -> (P,)"""
     scale = np.linalg.norm(amounts, axis=0)
     is_free = scale > 0

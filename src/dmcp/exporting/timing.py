@@ -26,7 +26,9 @@ from dmcp.settings import LatencyConfig, RuntimeKind
 from dmcp.tracing.modules import batch_of, call_model, map_leaves, rebatch, tensors_in, without_autocast
 
 Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
-_MAX_ROUNDS, _MIN_ROUNDS, _MAX_SECONDS = 30, 5, 30.0  # limits of the turns that networks take
+_MAX_ROUNDS = 30  # turns that networks take
+_MIN_ROUNDS = 5  # turns that they take even if it is late
+_MAX_SECONDS = 30.0
 _PASSES = 3  # of a turn that are timed
 _FAST = 10  # one pass in ten counts as a fast one
 _RESOLUTION = 1e-6  # seconds that a clock must tell apart
