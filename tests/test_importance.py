@@ -10,7 +10,7 @@ from nets import Chain, Concat, Depthwise, Grouped, Residual, SharedWeight, Sque
 from torch import nn
 
 import dmcp
-from dmcp.searching.importance import Place, magnitude, placed, scaled, strongest, written
+from dmcp.searching.importance import ChannelRows, find_filters, find_rows, find_scales, magnitude, strongest
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import ChannelSpace
 
@@ -31,17 +31,17 @@ def traced(kind: type[nn.Module]) -> tuple[nn.Module, ChannelGraph, dict[str, Ch
     return model, graph, {space.name: space for space in graph.spaces}
 
 
-def names(places: list[Place]) -> list[tuple[str, int]]:
+def names(places: list[ChannelRows]) -> list[tuple[str, int]]:
     return [(place.name, place.dim) for place in places]
 
 
 def test_tied_layers_are_all_found() -> None:
     model, graph, spaces = traced(Residual)
     stream = spaces["stem"]
-    assert names(written(model, graph, stream)) == [("stem.weight", 0), ("conv2.weight", 0)]
-    assert names(scaled(model, graph, stream)) == [("bn0.weight", 0), ("bn2.weight", 0)]
+    assert names(find_filters(model, graph, stream)) == [("stem.weight", 0), ("conv2.weight", 0)]
+    assert names(find_scales(model, graph, stream)) == [("bn0.weight", 0), ("bn2.weight", 0)]
     readers = {("conv1.weight", 1), ("conv3.weight", 1), ("project.weight", 1)}
-    assert readers < set(names(placed(model, graph, stream)))
+    assert readers < set(names(find_rows(model, graph, stream)))
     by_hand = model.stem.weight.abs().sum((1, 2, 3)) + model.conv2.weight.abs().sum((1, 2, 3))
     torch.testing.assert_close(magnitude(model, graph, stream), by_hand.detach().double())
     squares = model.conv3.weight.square().sum((1, 2, 3))
@@ -54,7 +54,7 @@ def test_rows_are_those_that_a_cut_drops(kind: type[nn.Module]) -> None:
     model, graph, spaces = traced(kind)
     parameters = dict(model.named_parameters())
     for space in spaces.values():
-        found = {(place.name, place.dim): place for place in placed(model, graph, space)}
+        found = {(place.name, place.dim): place for place in find_rows(model, graph, space)}
         for channel in range(space.size):
             cuts = graph.cuts({space.name: [i for i in range(space.size) if i != channel]})
             for (name, dim), place in found.items():

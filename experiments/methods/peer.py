@@ -22,7 +22,7 @@ from dmcp.compare.problem import Choice, Problem, Settings, loaded
 from dmcp.errors import TrainingError
 from dmcp.exporting.export import blaming
 from dmcp.runtime.batches import input_of, on_device, size_of
-from dmcp.searching.importance import magnitude, written
+from dmcp.searching.importance import find_filters, magnitude
 from dmcp.settings import setting
 from dmcp.tracing.graph import ChannelGraph
 
@@ -99,7 +99,7 @@ class _Ledger:
         self.gone: dict[str, Tensor] = {}  # per filter of a layer
         self.norms: dict[str, list[float]] = {}
         for name, space in self.spaces.items():
-            for place in written(model, graph, space):
+            for place in find_filters(model, graph, space):
                 layer = place.name.rpartition(".")[0]
                 self.rows[name].append((layer, place.rows))
                 self.gone[layer] = torch.full((model.get_parameter(place.name).shape[place.dim],), steps)

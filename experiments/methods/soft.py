@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import CHOOSING, Choice, Problem, Settings, loaded, samples_of
 from dmcp.runtime.batches import size_of
-from dmcp.searching.importance import Place, magnitude, placed, scaled, strongest, vectors, written
+from dmcp.searching.importance import (
+    ChannelRows,
+    find_filters,
+    find_rows,
+    find_scales,
+    magnitude,
+    numbers_of_channels,
+    strongest,
+)
 from dmcp.settings import setting
 from dmcp.training.calibration import recalibrate
 from dmcp.training.loop import train
@@ -54,8 +62,8 @@ def prune_softly(
     model, graph, epochs = loaded(problem, state), problem.graph, problem.recipe.epochs
     widths = problem.uniform()
     narrowed = [space for space in graph.spaces if widths[space.name] < space.size]
-    filters = {space.name: places for space in narrowed if (places := written(model, graph, space))}
-    normed = [place for space in narrowed if scaled(model, graph, space) for place in filters.get(space.name, ())]
+    filters = {space.name: places for space in narrowed if (places := find_filters(model, graph, space))}
+    normed = [place for space in narrowed if find_scales(model, graph, space) for place in filters.get(space.name, ())]
 
     with _slowed(model, normed) as shares:
 
@@ -63,7 +71,9 @@ def prune_softly(
             if (epoch + 1) % config.every and epoch + 1 < epochs:
                 return
             for name, places in filters.items():
-                dropped = score(vectors(model, places)).argsort(descending=True, stable=True)[widths[name] :]
+                dropped = score(numbers_of_channels(model, places)).argsort(descending=True, stable=True)[
+                    widths[name] :
+                ]
                 for place in places:
                     _silence(model, place, dropped)
                     if place in shares:
@@ -75,7 +85,7 @@ def prune_softly(
     kept = {it.name: strongest(magnitude(model, graph, it, 2), widths[it.name]) for it in graph.spaces}
     for space in graph.spaces:  # all of the zeroed channels, so that the network computes what the cut one does
         dropped = torch.tensor(sorted({*range(space.size)} - {*kept[space.name]}), dtype=torch.int64)
-        for place in placed(model, graph, space):
+        for place in find_rows(model, graph, space):
             _silence(model, place, dropped)
     recalibrate(model, problem.held_out)
     passes = epochs * samples_of(problem.loader) + sum(map(size_of, problem.held_out))
@@ -83,19 +93,19 @@ def prune_softly(
 
 
 @torch.no_grad()
-def _silence(model: nn.Module, place: Place, channels: Tensor) -> None:
+def _silence(model: nn.Module, place: ChannelRows, channels: Tensor) -> None:
     """Set what a parameter holds of these channels to zero, in place."""
     tensor = model.get_parameter(place.name)
     tensor.transpose(0, place.dim)[place.rows[channels.cpu()].flatten().to(tensor.device)] = 0
 
 
 @contextlib.contextmanager
-def _slowed(model: nn.Module, places: Sequence[Place]) -> Iterator[dict[Place, Tensor]]:
+def _slowed(model: nn.Module, places: Sequence[ChannelRows]) -> Iterator[dict[ChannelRows, Tensor]]:
     """While entered, each row of these filters gets a share of its gradient, 1 until somebody changes it. (rows,)
 
     The shares are buffers of the model meanwhile, so that a checkpoint has them, too.
     """
-    shares: dict[Place, Tensor] = {}
+    shares: dict[ChannelRows, Tensor] = {}
     with contextlib.ExitStack() as undo:
         for number, place in enumerate(places):
             weight = model.get_parameter(place.name)

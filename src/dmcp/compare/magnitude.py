@@ -13,7 +13,7 @@ from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, 
 from dmcp.errors import TrainingError
 from dmcp.runtime.batches import device_of
 from dmcp.runtime.distributed import current
-from dmcp.searching.importance import Place, magnitude, scaled, strongest, vectors
+from dmcp.searching.importance import ChannelRows, find_scales, magnitude, numbers_of_channels, strongest
 from dmcp.settings import Engine, setting
 from dmcp.tracing.modules import narrow
 from dmcp.training.loop import train
@@ -74,7 +74,7 @@ def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, 
     """
     graph = problem.graph
     model = loaded(problem, state)
-    scores = [vectors(model, places).abs().sum(dim=1) for places in _scales(model, problem)]
+    scores = [numbers_of_channels(model, places).abs().sum(dim=1) for places in _scales(model, problem)]
     widths = problem.fit(_above_threshold(problem, scores))
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
     return Choice(widths=widths, kept=kept, model=model)
@@ -89,7 +89,7 @@ def _above_threshold(problem: Problem, scores: list[Tensor]) -> Tensor:
     return widths[(problem.shares(widths) <= 1).int().argmax()]
 
 
-def _with_sparsity(task_loss: Loss, model: nn.Module, scales: list[list[Place]], sparsity: float) -> Loss:
+def _with_sparsity(task_loss: Loss, model: nn.Module, scales: list[list[ChannelRows]], sparsity: float) -> Loss:
     """The loss of the task plus that of the absolute scales; it uses tensors only, so CUDA graphs can hold it."""
     rows: dict[str, list[Tensor]] = {}  # of each scale parameter, those of channels that can be pruned
     for rows_of_space in scales:
@@ -109,9 +109,9 @@ def _with_sparsity(task_loss: Loss, model: nn.Module, scales: list[list[Place]],
     return loss
 
 
-def _scales(model: nn.Module, problem: Problem) -> list[list[Place]]:
+def _scales(model: nn.Module, problem: Problem) -> list[list[ChannelRows]]:
     """The rows of BatchNorm scales that belong to the channels of each space."""
-    scales = [scaled(model, problem.graph, space) for space in problem.graph.spaces]
+    scales = [find_scales(model, problem.graph, space) for space in problem.graph.spaces]
     missing = [space.name for space, rows in zip(problem.graph.spaces, scales, strict=True) if not rows]
     if missing:
         raise TrainingError(f"Slimming needs a BatchNorm over every space: give ignore={missing}, or another method.")

@@ -23,7 +23,9 @@ def width_bounds(graph: ChannelGraph, lower: Bound, upper: Bound, align: int | N
         least = lowest.get(space.name, 1)
         most = highest.get(space.name, space.size)
         low = min(space.size, -(-least // step) * step)
-        high = most if most == space.size else most // step * step
+        high = most
+        if most < space.size:  # the full size is allowed, whatever the step
+            high = most // step * step
         if low > high:
             raise WidthsError(
                 f"No width of {space.name} is from {least} to {most} in steps of {step} groups of {space.unit} "

@@ -47,11 +47,15 @@ def counted_part(spec: int | float | str | Budget, graph: ChannelGraph) -> Budge
         written = read_budget(spec)
         limits = [_limit(target, graph) for target in written.targets if target.kind != LATENCY]
         text = written.text
-    return Budget(tuple(limits), text) if limits else None
+    if not limits:
+        return None
+    return Budget(tuple(limits), text)
 
 
 def _limit(target: Target, graph: ChannelGraph) -> Limit:
-    amount = target.amount * graph.cost(target.kind) if target.is_share else target.amount
+    amount = target.amount
+    if target.is_share:
+        amount *= graph.cost(target.kind)
     return Limit(target.kind, math.floor(amount))
 
 
@@ -167,10 +171,12 @@ def _largest_inside(
     high: float,
 ) -> float:
     """The largest number from low to high whose alphas cost no more than the budget; on the CPU, in float64."""
-    fixed = torch.tensor(False) if certain is None else certain.cpu()
+    if certain is None:
+        certain = torch.zeros_like(sizes[:, 1:], dtype=torch.bool)
+    certain = certain.cpu()
 
     def costs_too_much(number: float) -> bool:
-        marginals = process.marginals(alphas(number).masked_fill(fixed, CERTAIN))
+        marginals = process.marginals(alphas(number).masked_fill(certain, CERTAIN))
         return ratios(budget, graph, marginals, sizes.cpu(), process).max().item() > 1
 
     if costs_too_much(low):

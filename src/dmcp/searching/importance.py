@@ -18,95 +18,103 @@ from dmcp.tracing.widths import ChannelSpace
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ChannelRows:
     """The rows of a tensor that belong to the channels of a space."""
 
     name: str  # of the parameter or buffer
     dim: int
     rows: Tensor  # of each channel, on the CPU. (size, r)
 
-    def vectors(self, model: nn.Module) -> Tensor:
+    def numbers(self, model: nn.Module) -> Tensor:
         """What the parameter holds of each channel, all of its numbers in one row. -> (size, n)"""
         tensor = model.get_parameter(self.name).detach().transpose(0, self.dim)
         return tensor[self.rows.to(tensor.device)].flatten(1)
 
 
-# which places there are
+# where the channels are
 
 
-def placed(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[Place]:
+def find_rows(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[ChannelRows]:
     """Every parameter that has the channels, once for each dim that has them: filters, biases, norms, readers."""
     parameters = dict(model.named_parameters())  # a tied one has one name
-    return [place for place in _places(graph)[graph.spaces.index(space)] if place.name in parameters]
+    number = graph.spaces.index(space)
+    return [rows for rows in _rows_of_spaces(graph)[number] if rows.name in parameters]
 
 
-def written(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[Place]:
+def find_filters(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[ChannelRows]:
     """The filters of convs and linears that write the channels; all of them, where several layers are tied."""
-    return [place for place, part in _weights(model, graph, space) if _writes(part, place)]
+    return [rows for rows, layer in _find_weights(model, graph, space) if _writes(layer, rows)]
 
 
-def scaled(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[Place]:
+def find_scales(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> list[ChannelRows]:
     """The scales of batch norms over the channels."""
-    return [place for place, part in _weights(model, graph, space) if isinstance(part, _NormBase)]
+    return [rows for rows, layer in _find_weights(model, graph, space) if isinstance(layer, _NormBase)]
 
 
-def _weights(model: nn.Module, graph: ChannelGraph, space: ChannelSpace) -> Iterator[tuple[Place, nn.Module]]:
-    for place in placed(model, graph, space):
-        owner, _, own = place.name.rpartition(".")
-        if own == "weight":
-            yield place, model.get_submodule(owner)
+def _find_weights(
+    model: nn.Module, graph: ChannelGraph, space: ChannelSpace
+) -> Iterator[tuple[ChannelRows, nn.Module]]:
+    """The rows of tensors named "weight", and their layers."""
+    for rows in find_rows(model, graph, space):
+        path, _, name = rows.name.rpartition(".")
+        if name == "weight":
+            yield rows, model.get_submodule(path)
 
 
-def _writes(part: nn.Module, place: Place) -> bool:
+def _writes(layer: nn.Module, rows: ChannelRows) -> bool:
     """Whether the dim is that of the layer's outputs."""
-    if not isinstance(part, _ConvTransposeNd):
-        return isinstance(part, _ConvNd | nn.Linear) and place.dim == 0
-    if place.dim == 1 or part.groups == 1:
-        return place.dim == 1
+    if not isinstance(layer, _ConvTransposeNd):
+        return isinstance(layer, _ConvNd | nn.Linear) and rows.dim == 0
+    if rows.dim == 1 or layer.groups == 1:
+        return rows.dim == 1
     # Inputs lie along dim 0, group after group; where whole groups go, as in a depthwise one, their outputs go, too.
-    each = part.in_channels // part.groups
-    return place.dim == 0 and len(set((place.rows[0] // each).tolist())) * each == place.rows.shape[1]
+    inputs_per_group = layer.in_channels // layer.groups
+    groups = set((rows.rows[0] // inputs_per_group).tolist())
+    return rows.dim == 0 and len(groups) * inputs_per_group == rows.rows.shape[1]
 
 
 @functools.lru_cache(8)  # a graph never changes
-def _places(graph: ChannelGraph) -> list[list[Place]]:
-    """Of each space, every dim of every tensor that has its channels."""
-    found: list[list[Place]] = [[] for _ in graph.spaces]
-    sizes, channels = tuple(space.size for space in graph.spaces), graph.coupling.channels
-    for name, dims in graph.coupling.tensors.items():
-        for dim, layout in enumerate(dims):
-            for number, own in _rows(in_spaces(channels.resolve(layout), graph.space_numbers), sizes).items():
-                found[number].append(Place(name, dim, own))
-    return found
+def _rows_of_spaces(graph: ChannelGraph) -> list[list[ChannelRows]]:
+    """For each space, every dim of every tensor that has its channels."""
+    by_space: list[list[ChannelRows]] = [[] for _ in graph.spaces]
+    sizes = tuple(space.size for space in graph.spaces)
+    for name, layouts in graph.coupling.tensors.items():
+        for dim, layout in enumerate(layouts):
+            layout_in_spaces = in_spaces(graph.coupling.channels.resolve(layout), graph.space_numbers)
+            for number, rows in _rows_in_layout(layout_in_spaces, sizes).items():
+                by_space[number].append(ChannelRows(name, dim, rows))
+    return by_space
 
 
 @functools.lru_cache(64)  # many dims are alike, as those of a norm's tensors
-def _rows(layout: Layout, sizes: tuple[int, ...]) -> dict[int, Tensor]:
+def _rows_in_layout(layout: Layout, sizes: tuple[int, ...]) -> dict[int, Tensor]:
     """Which rows of a dim belong to each channel of each space that it has. -> {number: (size, r)}"""
-    found: dict[int, list[Tensor]] = {}
+    parts: dict[int, list[Tensor]] = {}
     offset = 0
     for segment in layout:
         lengths = [axis if isinstance(axis, int) else sizes[axis.index] for axis in segment]
         rows = torch.arange(offset, offset + math.prod(lengths)).reshape(lengths)
         for dim, axis in enumerate(segment):
             if isinstance(axis, Atom):
-                found.setdefault(axis.index, []).append(rows.movedim(dim, 0).reshape(lengths[dim], -1))
+                parts.setdefault(axis.index, []).append(rows.movedim(dim, 0).reshape(lengths[dim], -1))
         offset += math.prod(lengths)
-    return {number: torch.cat(parts, dim=1) for number, parts in found.items()}
+    return {number: torch.cat(rows, dim=1) for number, rows in parts.items()}
 
 
-# what is known of each channel
+# how large their weights are
 
 
-def vectors(model: nn.Module, places: Sequence[Place]) -> Tensor:
-    """What all places hold of each channel, in double precision on the CPU. -> (size, n)"""
-    return torch.cat([place.vectors(model).cpu().double() for place in places], dim=1)
+def numbers_of_channels(model: nn.Module, rows_of_tensors: Sequence[ChannelRows]) -> Tensor:
+    """What several tensors hold of each channel, in double precision on the CPU. -> (size, n)"""
+    return torch.cat([rows.numbers(model).cpu().double() for rows in rows_of_tensors], dim=1)
 
 
 def magnitude(model: nn.Module, graph: ChannelGraph, space: ChannelSpace, power: int = 1) -> Tensor | None:
     """L1 norm (or squared L2 norm) of all filters that write each channel; None where there is none. -> (size,)"""
-    places = written(model, graph, space)
-    return vectors(model, places).abs().pow(power).sum(dim=1) if places else None
+    filters = find_filters(model, graph, space)
+    if not filters:
+        return None
+    return numbers_of_channels(model, filters).abs().pow(power).sum(dim=1)
 
 
 def strongest(scores: Tensor | None, width: int) -> list[int]:

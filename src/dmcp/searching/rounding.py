@@ -56,7 +56,8 @@ def allowed_widths(
     """The widths between two bounds; all of them where there are no bounds."""
     least = {} if min_channels is None else min_channels
     most = {} if max_channels is None else max_channels
-    lower, upper = torch.tensor(width_bounds(graph, least, most)).unbind(1)
+    ranges = width_bounds(graph, least, most)
+    lower, upper = torch.tensor(ranges).unbind(1)
     return AllowedWidths(graph, lower, upper, align)
 
 
@@ -84,9 +85,14 @@ def round_to_budget(
     if tolerance <= spent_by_wish <= 1:
         return graph.widths(allowed.widths(wished))
 
-    scaled_wish = _scale(allowed, wish, spent, most=1.0 if spent_by_wish > 1 else tolerance)
+    # Too large a wish is scaled down to the limit, too small a one up to the tolerance.
+    most = 1.0 if spent_by_wish > 1 else tolerance
+    scaled_wish = _scale(allowed, wish, spent, most)
     indices = allowed.nearest(scaled_wish)
-    goal = (indices + 1).minimum(allowed.last) if even else wished.maximum(indices)
+
+    goal = wished.maximum(indices)
+    if even:
+        goal = (indices + 1).minimum(allowed.last)
     indices = _grow(allowed, wish, spent, indices, goal, enough=float("inf"))
     indices = _grow(allowed, wish, spent, indices, goal=allowed.last, enough=tolerance)
     if spent(indices) < tolerance:
@@ -149,7 +155,9 @@ def _trade(
     First comes how near widths are to the share that must be used. Then it is the largest relative distance from the
     wish plus ten times what is missing to the tolerance: one percent of the budget is worth a width that is 10 % off.
     """
-    must_use = tolerance if tolerance > FILLED else min(TOLERANCE, tolerance)
+    must_use = min(TOLERANCE, tolerance)
+    if tolerance > FILLED:  # the user asked for more than is usual
+        must_use = tolerance
     counts = (allowed.last + 1).tolist()
     few = math.prod(counts) <= _FEW
     steps = torch.eye(len(counts), dtype=torch.int64)

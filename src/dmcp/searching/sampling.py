@@ -35,7 +35,9 @@ def expected(result: SearchResult, align: int | None = None) -> Widths:
     """
     smallest = result.sizes[:, 0]
     largest = result.sizes.sum(dim=1)
-    allowed = AllowedWidths(result.graph, smallest, largest, result.align if align is None else align)
+    if align is None:
+        align = result.align
+    allowed = AllowedWidths(result.graph, smallest, largest, align)
     return round_to_budget(result.graph, result.budget, expected_widths(result), allowed, filled(result))
 
 

@@ -168,7 +168,11 @@ class Searcher:
     def step(self, batch: Any, arch_batch: Any = None) -> SearchRecord:
         """Train the weights and, after the warm-up, move the alphas, as the settings say."""
         self._begin()
-        return self.run([batch], None if arch_batch is None else lambda: [arch_batch]).read(self.world)
+        if arch_batch is None:
+            unread = self.run([batch])
+        else:
+            unread = self.run([batch], lambda: [arch_batch])
+        return unread.read(self.world)
 
     def weight_loss(self, batch: Any) -> Tensor:
         """Begin a step: the summed losses of the largest, the smallest and some sampled sub-networks."""
@@ -239,8 +243,9 @@ class Searcher:
         arch_record = None
         if self.moves_alphas:
             alpha_lr = cosine(self.at - self.warmup, self.total - self.warmup, config.alpha_lr, config.alpha_min_lr)
-            arch_batches = next_arch_batches() if next_arch_batches else batches
-            arch_record = self.steps.move_alphas(arch_batches, alpha_lr, self.growth)
+            if next_arch_batches is not None:
+                batches = next_arch_batches()
+            arch_record = self.steps.move_alphas(batches, alpha_lr, self.growth)
             record = replace(record, alpha_lr=alpha_lr)
         return UnreadStep(record, samples, weight_losses, arch_record)
 
@@ -254,7 +259,9 @@ class Searcher:
         self.net.train()
 
     def _sampling(self) -> Sampling:
-        return self.config.sampling if self.moves_alphas else self.config.warmup_sampling
+        if self.moves_alphas:
+            return self.config.sampling
+        return self.config.warmup_sampling
 
 
 # checkpoints

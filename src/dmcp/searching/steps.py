@@ -157,8 +157,9 @@ def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward
         shares = ratios(context.budget, net.graph, marginals, chains.sizes, chains.process)
         excess = budget_loss(shares, config.tolerance)
         torch.autograd.backward(config.budget_weight * excess)
+    task_loss = torch.stack(task_losses).mean() if task_losses else None
     return ArchRecord(
-        task_loss=torch.stack(task_losses).mean() if task_losses else None,
+        task_loss=task_loss,
         budget_loss=excess.detach(),
         ratios=shares.detach(),
         widths=chains.process.moment(marginals.detach(), chains.sizes, 1),
@@ -196,7 +197,9 @@ def _add_to_h_gradient(before: Tensor | None, gradient: Tensor | None, h: Tensor
         return before
     if gradient.shape == h.shape:
         return gradient if before is None else before + gradient
-    total = torch.zeros_like(h) if before is None else before
+    total = before
+    if total is None:
+        total = torch.zeros_like(h)
     formats = (torch.contiguous_format, torch.channels_last)
     if not any(total.is_contiguous(memory_format=memory_format) for memory_format in formats):
         total = total.contiguous()  # the gradient of a sum is an expanded view

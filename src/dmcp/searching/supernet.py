@@ -207,7 +207,8 @@ def skip(model: nn.Module, paths: Sequence[str]) -> None:
     """Let a chain of modules give out what `run_folded` puts in as `skipped_name(paths)`, in place."""
     for path in paths:
         owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, nn.Identity() if path != paths[-1] else _Skipped())
+        is_last = path == paths[-1]
+        setattr(model.get_submodule(owner), name, _Skipped() if is_last else nn.Identity())
 
 
 def skipped_name(paths: Sequence[str]) -> str:
@@ -229,5 +230,8 @@ def _slices(cut: Cut, device: torch.device) -> list[Slice]:
 
 def _sliced(tensor: Tensor, slices: Sequence[Slice]) -> Tensor:
     for dim, kept in slices:
-        tensor = tensor.narrow(dim, 0, kept) if isinstance(kept, int) else tensor.index_select(dim, kept)
+        if isinstance(kept, int):
+            tensor = tensor.narrow(dim, 0, kept)
+        else:
+            tensor = tensor.index_select(dim, kept)
     return tensor

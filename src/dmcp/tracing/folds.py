@@ -56,7 +56,7 @@ class FoldTable(nn.Module):
         indices = [_gate_index(fold, offsets) for fold in folds]
         depth = max((len(index) for index in indices), default=1)
         padded = [_deepened(index, depth, open_gate=offsets[-1]) for index in indices]
-        index = torch.cat(padded, dim=1) if padded else torch.zeros(1, 0, dtype=torch.int64)
+        index = torch.cat([torch.zeros(depth, 0, dtype=torch.int64), *padded], dim=1)  # there may be no fold
         self.register_buffer("index", index, persistent=False)
         self.folds = [(fold.tensor, fold.dim) for fold in folds]
         self.sizes = [index.shape[1] for index in indices]
