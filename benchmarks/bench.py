@@ -40,6 +40,7 @@ from dmcp.markov import sample_groups
 from dmcp.models import argument, build, sample_shape
 from dmcp.runtime.batches import Loader
 from dmcp.runtime.engine import ResolvedEngine, best_device, resolve, suits_kernels
+from dmcp.searching import steps
 from dmcp.searching.records import SearchRecord
 from dmcp.searching.search import LARGE, prepare_chains, uncounted
 from dmcp.searching.steps import StepContext, Steps
@@ -207,13 +208,13 @@ def time_search(network: Network, net: Supernet, data: Any, resolved: ResolvedEn
             loss=classification_loss(config.label_smoothing),
             precision=resolved.precision,
         )
-        steps = Steps(context, resolved)
+        search_steps = Steps(context, resolved)
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():
             net.alpha.fill_(1.8)
 
-        stage1 = partial(steps.train_weights, [data], Sampling.MARKOV, generator, 0.01)
-        stage2 = partial(steps.move_alphas, [data], 1e-6)
+        stage1 = partial(search_steps.train_weights, [data], Sampling.MARKOV, generator, 0.01)
+        stage2 = partial(search_steps.move_alphas, [data], 1e-6)
 
         def search_step() -> None:
             stage1()
@@ -225,7 +226,7 @@ def time_search(network: Network, net: Supernet, data: Any, resolved: ResolvedEn
             "stage2_ms": median_ms(stage2, network.rounds, device),
             "search_ms": median_ms(search_step, network.rounds, device),
         }
-        refusals = [getattr(stage, "refused", "") for stage in (steps.run_stage1, steps.run_stage2)]
+        refusals = [getattr(stage, "refused", "") for stage in (search_steps.run_stage1, search_steps.run_stage2)]
         return StepTimes(first_s=first_s, ms=ms, refused=refusals[0] or refusals[1])
 
 
@@ -454,6 +455,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
     parser.add_argument("--data", help="time epochs on digits, cifar10, cifar100 or a folder, too")
     parser.add_argument("--workers", type=int, help="threads that read image files; default: number of cores")
+    parser.add_argument("--no-stem", action="store_true", help="run the first layers once for each sub-network")
     parser.add_argument("--stream", action="store_true", help="read image files in each epoch, though memory has room")
     parser.add_argument("--loader-only", action="store_true", help="time only the loader of the data")
     parser.add_argument("--epochs", type=int, default=3, help="epochs of each kind; the first does not count")
@@ -467,6 +469,8 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tf32", action=switch, default=True, help="multiply float32 matrices in TF32")
 
     options = parser.parse_args(words)
+    if options.no_stem:
+        setattr(steps, "find_stem", lambda net: None)  # noqa: B010  (the module exports it to nobody)
     if options.stream:
         store.SHARE = 0.0  # no image is kept
     on_gpu = options.device.startswith("cuda")
