@@ -1,7 +1,7 @@
-"""Search a net with auxiliary outputs, as GoogLeNet has them: a tuple in train mode, plain scores in eval mode.
+"""Prune a network with auxiliary outputs, like GoogLeNet: a tuple in train mode, plain scores in eval mode.
 
-The loss adds the auxiliary head's share; the metric looks at the main head. In-place distillation works on both, output
-by output. The auxiliary head is cut with the rest, so that the small net can be trained just as the large one was.
+The loss adds a share for the auxiliary head; the metric uses the main head. In-place distillation works on both, output
+by output. The auxiliary head is cut with the rest, so the small network can be trained like the large one.
 
     python examples/auxiliary.py
 """
@@ -26,7 +26,7 @@ from dmcp.training.loop import Task, evaluate, train
 from dmcp.training.losses import DistillationWarning, top1
 
 Batch = tuple[Tensor, Tensor]
-Scores = Tensor | tuple[Tensor, Tensor]  # of the main head; in train mode also of the auxiliary one
+Scores = Tensor | tuple[Tensor, Tensor]  # of the main head; in train mode also of the auxiliary head
 
 
 class Inception(nn.Module):
@@ -43,7 +43,7 @@ class Inception(nn.Module):
 
 
 class TinyGoogLeNet(nn.Module):
-    """Two inception blocks for 8x8 images, with an auxiliary head after the first."""
+    """Two inception blocks for 8x8 images, with an auxiliary head after the first block."""
 
     def __init__(self, width: int = 12, classes: int = 10) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def layer(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
 
 
 def both_heads(output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-    """Cross-entropy of the main head, and 0.3 times that of the auxiliary one."""
+    """Cross-entropy of the main head, plus 0.3 times that of the auxiliary head."""
     main, early = (F.cross_entropy(scores, batch[1]) for scores in output)
     return main + 0.3 * early
 
@@ -84,7 +84,7 @@ class Row:
 
 
 def run(images: int = 1024, search_epochs: int = 12, train_epochs: int = 10, budget: str = "30%") -> list[Row]:
-    """Search, then train the unpruned net, uniform widths and ours from scratch, all with the same recipe."""
+    """Search, then train the unpruned network, uniform widths and the searched widths from scratch, in the same way."""
     torch.manual_seed(0)
     digits = load("digits")
     loader = make_loader(digits.train.subset(torch.arange(images)), 64, train=True)
@@ -95,7 +95,7 @@ def run(images: int = 1024, search_epochs: int = 12, train_epochs: int = 10, bud
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=64, alpha_lr=5.0)
     task = Task(loss=both_heads)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DistillationWarning)  # the outputs are scores of classes
+        warnings.simplefilter("ignore", DistillationWarning)  # the outputs are class scores
         result = search(net, loader, config, task=task)
     control = uniform(graph, parse_budget(budget, graph))
     rows = []
@@ -114,8 +114,8 @@ def main() -> None:
         print(f"{row.name:10}{row.macs:>10,}{row.params:>10,}{row.accuracy:>16.1%}")
     full, control, ours = rows
     points = 100 * (ours.accuracy - control.accuracy)
-    print(f"gained: {1 - ours.macs / full.macs:.0%} of the MACs, and {points:+.1f} points against uniform widths")
-    print("(one seed, and short training: only several seeds tell a small difference from chance)")
+    print(f"{1 - ours.macs / full.macs:.0%} fewer MACs; {points:+.1f} points against uniform widths")
+    print("(one seed and a short training: run several seeds before you trust a small difference)")
 
 
 if __name__ == "__main__":

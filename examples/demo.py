@@ -1,7 +1,7 @@
-"""Halve the MACs of a small residual network on handwritten digits, and see that it is really faster.
+"""Halve the MACs of a small residual network on handwritten digits, and measure how much faster it is.
 
-Run it with `make demo`. It is three commands: prune, export (in which the file is timed beside that of the unpruned
-network) and report. More options of prune can be added, the last one counts.
+Run it with `make demo`. It runs three commands: prune, export (which times the file beside that of the unpruned
+network) and report. You can add options of prune; they override those below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRUNE = (
 
 
 def dmcp(*words: str) -> None:
-    """A command, shown before it runs."""
+    """Print a command, then run it."""
     print("\n$ dmcp", *words, flush=True)
     sys.argv[1:] = words
     try:
@@ -35,12 +35,13 @@ def dmcp(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a net so small is slower on more threads
+    torch.set_num_threads(1)  # more threads would slow so small a network down
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=free_folder("demo"))
-    given, more = parser.parse_known_args()
-    page = given.out / "report.html"
-    dmcp(*PRUNE.split(), *more, "--out", str(given.out))
-    dmcp("export", str(given.out), "--quiet")
-    dmcp("report", str(given.out), "--out", str(page))
-    print(f"\n{summary(read_run(given.out))} (in onnxruntime, on one thread of this CPU). Open {page}")
+    arguments, prune_options = parser.parse_known_args()
+    run = arguments.out
+    page = run / "report.html"
+    dmcp(*PRUNE.split(), *prune_options, "--out", str(run))
+    dmcp("export", str(run), "--quiet")
+    dmcp("report", str(run), "--out", str(page))
+    print(f"\n{summary(read_run(run))} (in onnxruntime, on one thread of this CPU). Open {page}")

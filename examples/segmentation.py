@@ -1,8 +1,8 @@
-"""Search a segmentation net with a loss and a metric of your own.
+"""Prune a segmentation network with your own loss and metric.
 
-A small encoder and decoder finds the shapes in pictures that this script paints itself: class 0 is the background, 1 a
-disc, 2 a square. The loss weighs the rare classes more, the metric is the intersection over union of the shapes. The
-only things a search needs to know of the task are these two functions.
+A small encoder and decoder finds the shapes in pictures that this script draws: class 0 is the background, 1 a disc and
+2 a square. The loss gives the rare classes more weight, and the metric is the intersection over union of the shapes.
+These two functions are all that a search needs to know about the task.
 
     python examples/segmentation.py
 """
@@ -30,7 +30,7 @@ PIXELS = 16
 
 
 class TinySegmenter(nn.Module):
-    """Two steps down, two up, with a skip connection that is concatenated; one class score per pixel."""
+    """Two steps down and two up, with a concatenated skip connection. Gives class scores for each pixel."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def layer(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 
 
 def paint(count: int, generator: torch.Generator) -> Batch:
-    """Noisy pictures (N, 1, H, W) with one disc and one square each, and the class of every pixel (N, H, W)."""
+    """Noisy pictures (N, 1, H, W) with a disc and a square each, and the class of every pixel (N, H, W)."""
     rows, columns = torch.meshgrid(torch.arange(PIXELS), torch.arange(PIXELS), indexing="ij")
     places = torch.randint(4, PIXELS - 4, (4, count, 1, 1), generator=generator)
     sizes = torch.randint(3, 6, (2, count, 1, 1), generator=generator)
@@ -68,19 +68,19 @@ def paint(count: int, generator: torch.Generator) -> Batch:
 
 
 def pixel_loss(output: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy of all pixels; a shape counts four times as much as the background."""
+    """Cross-entropy of all pixels. Pixels of shapes have four times the weight of the background."""
     return F.cross_entropy(output, batch[1], weight=output.new_tensor([1.0, 4.0, 4.0]))
 
 
 def shape_iou(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
     """Intersection over union of the two shapes, summed over the pictures."""
-    found, true = output.argmax(dim=1), batch[1]
-    shares = []
+    predicted, true = output.argmax(dim=1), batch[1]
+    overlaps = []
     for shape in (1, 2):
-        both = ((found == shape) & (true == shape)).sum(dim=(1, 2))
-        either = ((found == shape) | (true == shape)).sum(dim=(1, 2))
-        shares.append(both / either.clamp(min=1))
-    return torch.stack(shares).mean(dim=0).sum(), len(true)
+        intersection = ((predicted == shape) & (true == shape)).sum(dim=(1, 2))
+        union = ((predicted == shape) | (true == shape)).sum(dim=(1, 2))
+        overlaps.append(intersection / union.clamp(min=1))
+    return torch.stack(overlaps).mean(dim=0).sum(), len(true)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Row:
 
 
 def run(pictures: int = 512, search_epochs: int = 12, train_epochs: int = 10, budget: str = "30%") -> list[Row]:
-    """Search, then train the unpruned net, uniform widths and ours from scratch, all with the same recipe."""
+    """Search, then train the unpruned network, uniform widths and the searched widths from scratch, in the same way."""
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(0)
     images, classes = paint(pictures, draw)
@@ -106,7 +106,7 @@ def run(pictures: int = 512, search_epochs: int = 12, train_epochs: int = 10, bu
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=16, alpha_lr=5.0)
     task = Task(loss=pixel_loss)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DistillationWarning)  # the outputs are scores of classes
+        warnings.simplefilter("ignore", DistillationWarning)  # the outputs are class scores
         result = search(net, loader, config, task=task)
     control = uniform(graph, parse_budget(budget, graph))
     rows = []
@@ -125,10 +125,8 @@ def main() -> None:
     for row in rows:
         print(f"{row.name:10}{row.macs:>12,}{row.params:>10,}{row.iou:>20.3f}")
     full, control, ours = rows
-    print(
-        f"gained: {1 - ours.macs / full.macs:.0%} of the MACs, and {ours.iou - control.iou:+.3f} against uniform widths"
-    )
-    print("(one seed, and short training: only several seeds tell a small difference from chance)")
+    print(f"{1 - ours.macs / full.macs:.0%} fewer MACs; {ours.iou - control.iou:+.3f} IoU against uniform widths")
+    print("(one seed and a short training: run several seeds before you trust a small difference)")
 
 
 if __name__ == "__main__":

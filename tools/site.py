@@ -1,4 +1,4 @@
-"""Pages of the site (mkdocs.yml) that are made, not written: home, Python names, options, results."""
+"""Generates pages of the site (mkdocs.yml): home, Python API, command-line options, experiments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def outside(text: str) -> str:
 
 def reference() -> str:
     """Every public name with its signature and docstring; settings with their fields."""
-    parts = ["# Python names"]
+    parts = ["# Python API"]
     for name in sorted((name for name in dmcp.__all__ if not name.startswith("__")), key=str.lower):
         found = getattr(dmcp, name)
         fields = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
@@ -59,7 +59,7 @@ def reference() -> str:
 
 def options() -> str:
     """Every command with its options, which are made from the settings."""
-    parts = ["# Options"]
+    parts = ["# Command-line options"]
     for name, command in sorted(typer.main.get_command(app).commands.items()):
         if command.hidden:
             continue
