@@ -1,4 +1,4 @@
-"""Arguments of public functions: each is compared with its annotation, and a wrong one is refused in one sentence."""
+"""Checks the arguments of public functions against their annotations, and refuses wrong ones in one sentence."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ from dmcp.runtime.batches import Loader
 from dmcp.settings import MAX_SEED
 
 Public = TypeVar("Public", bound=Callable[..., Any])
-_NO_LOADERS = (Tensor, np.ndarray, nn.Module, Mapping, str, bytes)  # can be iterated, but give no batches
-_LONGEST = 60  # characters of a value in a message
+_NO_LOADERS = (Tensor, np.ndarray, nn.Module, Mapping, str, bytes)  # can be iterated, but not over batches
+_LONGEST = 60  # characters of a value that a message shows
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that are allowed, for use in Annotated[int, Range(1)]."""
+    """The allowed numbers, for use in Annotated[int, Range(1)]."""
 
     low: float
     high: float = math.inf
 
     def __str__(self) -> str:
-        return f"of at least {self.low:g}" if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
+        if self.high == math.inf:
+            return f"of at least {self.low:g}"
+        return f"from {self.low:g} to {self.high:g}"
 
 
 PositiveInt = Annotated[int, Range(1)]
@@ -47,10 +49,10 @@ Seed = Annotated[int, Range(0, MAX_SEED)]
 
 
 def checked(public: Public) -> Public:
-    """The same function or class, which raises an ArgumentError for an argument that does not fit its annotation.
+    """Decorates a function or class: an argument that does not fit its annotation raises an ArgumentError.
 
-    Annotations are resolved at the first call, so that importing stays quick. The signature stays visible to `inspect`,
-    editors and type checkers. A call costs some microseconds: do not decorate what runs in every step.
+    Annotations are resolved at the first call, so that imports stay fast. The signature stays visible to `inspect`,
+    editors and type checkers. A call takes some microseconds more: do not decorate what runs in every step.
     """
     if isinstance(public, type):
         public.__init__ = checked(public.__init__)  # type: ignore[misc]
@@ -66,7 +68,7 @@ def checked(public: Public) -> Public:
         try:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return public(*args, **kwargs)  # Python says which argument is missing or unknown
+            return public(*args, **kwargs)  # raises: Python says which argument is missing or unknown
         for name, value in arguments.items():
             annotation = annotations().get(name, Any)
             if not _fits(value, annotation):
@@ -79,7 +81,7 @@ def checked(public: Public) -> Public:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is of the annotated type; of elements only strings are looked at."""
+    """Whether a value has the annotated type. Elements are checked only where they must be strings."""
     kind = typing.get_origin(annotation) or annotation
     parts = typing.get_args(annotation)
     if kind is Any:
@@ -87,9 +89,9 @@ def _fits(value: Any, annotation: Any) -> bool:
     if kind is Annotated:
         return _fits(value, parts[0]) and parts[1].low <= value <= parts[1].high
     if kind in (typing.Union, types.UnionType):
-        choices = _choices(parts)
-        if choices and isinstance(value, str):
-            return value in choices
+        names = _enum_names(parts)
+        if names and isinstance(value, str):
+            return value in names
         return any(_fits(value, part) for part in parts)
     if kind is Literal:
         return isinstance(value, str) and value in parts
@@ -99,10 +101,13 @@ def _fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, numbers.Real) and not isinstance(value, bool)
     if _is_loader(annotation):
         return isinstance(value, Iterable) and not isinstance(value, _NO_LOADERS)
-    if kind is collections.abc.Sequence and isinstance(value, str | bytes | np.ndarray):
-        return parts == (int,) and isinstance(value, np.ndarray)
-    if kind is collections.abc.Callable and isinstance(value, type):  # a class is a function that makes its instances
-        return isinstance(parts[-1], type) and issubclass(value, parts[-1])
+    if kind is collections.abc.Sequence and isinstance(value, str | bytes):
+        return False
+    if kind is collections.abc.Sequence and isinstance(value, np.ndarray):
+        return parts == (int,)
+    if kind is collections.abc.Callable and isinstance(value, type):
+        returned = parts[-1]  # a class is a function that returns its instances
+        return isinstance(returned, type) and issubclass(value, returned)
     if kind is Path:
         kind = str | os.PathLike
     if not isinstance(value, kind):
@@ -113,7 +118,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _is_int(value: Any) -> bool:
-    """Whether Python, NumPy or torch takes a value for an int; True and False are none."""
+    """Whether a value is an int for Python, NumPy or torch; True and False are not."""
     try:
         operator.index(value)
     except (TypeError, RuntimeError):
@@ -125,9 +130,13 @@ def _is_loader(annotation: Any) -> bool:
     return annotation is Loader or annotation == Iterable[Any]
 
 
-def _choices(parts: Sequence[Any]) -> list[str]:
-    """The strings of `Enum | str`."""
-    return [str(item) for part in parts if isinstance(part, type) and issubclass(part, StrEnum) for item in part]
+def _enum_names(parts: Sequence[Any]) -> list[str]:
+    """The allowed strings of `Enum | str`."""
+    names: list[str] = []
+    for part in parts:
+        if isinstance(part, type) and issubclass(part, StrEnum):
+            names += [str(member) for member in part]
+    return names
 
 
 # text
@@ -148,7 +157,7 @@ _NAMES: dict[Any, str] = {
 
 
 def _expected(annotation: Any) -> str:
-    """What an argument must be, in words."""
+    """The annotation in words: what an argument must be."""
     kind = typing.get_origin(annotation) or annotation
     parts = typing.get_args(annotation)
     if kind is Annotated:
@@ -156,9 +165,10 @@ def _expected(annotation: Any) -> str:
     if kind is Literal:
         return _listed([repr(part) for part in parts])
     if kind in (typing.Union, types.UnionType):
-        choices = _choices(parts)
-        others = [part for part in parts if not choices or not (isinstance(part, type) and issubclass(part, str))]
-        return _listed([*map(repr, choices), *map(_expected, others)])
+        names = _enum_names(parts)
+        if names:  # they stand for the strings
+            parts = tuple(part for part in parts if not (isinstance(part, type) and issubclass(part, str)))
+        return _listed([*map(repr, names), *map(_expected, parts)])
     if _is_loader(annotation):
         return "a loader of batches, such as a torch DataLoader"
     if parts == (str,) and kind is not os.PathLike:
@@ -167,22 +177,35 @@ def _expected(annotation: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    """What was given, in words."""
+    """A value in words: itself if it is short and plain, or else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    plain = value is None or isinstance(value, bool | int | float | str)
-    if plain or (isinstance(value, list | tuple) and all(isinstance(item, int | float | str) for item in value)):
+    if _is_plain(value):
         text = repr(value)
-        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    described = _with_article(type(value).__name__)
-    return f"{described}, which gives single samples" if isinstance(value, Dataset) else described
+        if len(text) > _LONGEST:
+            text = f"{text[:_LONGEST]}..."
+        return text
+    kind = _with_article(type(value).__name__)
+    if isinstance(value, Dataset):
+        return f"{kind}, which gives single samples"
+    return kind
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string or None, or a list of numbers and strings."""
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, int | float | str) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _with_article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
+    article = "an" if noun[0] in "AEIOUaeiou" else "a"
+    return f"{article} {noun}"
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """a, b or c"""
-    texts = list(dict.fromkeys(texts))
-    return f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else texts[0]
+    """The texts as in "a, b or c", each once."""
+    *others, last = dict.fromkeys(texts)
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
