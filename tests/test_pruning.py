@@ -229,7 +229,7 @@ def test_what_a_method_cuts_is_trained_like_the_rest() -> None:
     rows = {row.name: row for row in result.rows}
     assert rows["l1 40%"].macs <= 0.4 * graph.macs() < rows["l1 70%"].macs <= 0.7 * graph.macs()
     assert rows["l1 40%"].accuracy > rows[f"{CUT} 40%"].accuracy and "l1 70%" in result.table
-    assert [row.name for row in result.front["40%"].rows] == [CUT, UNIFORM, "l1"]
+    assert [row.name for row in result.by_budget["40%"].rows] == [CUT, UNIFORM, "l1"]
 
 
 def test_a_method_of_trained_networks_trains_a_fresh_one_first() -> None:
@@ -251,14 +251,14 @@ def test_one_search_gives_networks_for_several_budgets(monkeypatch: pytest.Monke
         runtime=dmcp.Runtime(on_event=seen.append),
     )
     assert sum(isinstance(event.record, dmcp.SearchResult) for event in seen) == 1
-    assert [*result.front] == ["0.5", "80%", "params-60%"] and result.model is result.front["0.5"].model
-    for it in result.front.values():
+    assert [*result.by_budget] == ["0.5", "80%", "params-60%"] and result.model is result.by_budget["0.5"].model
+    for it in result.by_budget.values():
         (limit,), params = it.budget.limits, sum(parameter.numel() for parameter in it.model.parameters())
         spent = {"macs": graph.macs(it.widths), "params": params}[limit.kind]
         assert 0.9 * limit.target <= spent <= limit.target
         assert [row.name for row in it.rows] == [UNPRUNED, UNIFORM, DMCP] and it.search.budget == it.budget
     assert len(result.rows) == 7
-    own, other = (result.front[name].search.log[-1].ratios[0] for name in ("80%", "0.5"))
+    own, other = (result.by_budget[name].search.log[-1].ratios[0] for name in ("80%", "0.5"))
     assert other * parse_budget(0.5, graph).limits[0].target == pytest.approx(
         own * parse_budget("80%", graph).limits[0].target
     )
@@ -310,5 +310,5 @@ def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
         prune(**options, runtime=dmcp.Runtime(checkpointer=keeper, on_event=seen.append))
     result = prune(**options, runtime=dmcp.Runtime(checkpointer=dmcp.Checkpointer(tmp_path)))
     whole = prune(**options)
-    for name, it in whole.front.items():
-        assert same(state(it.model), state(result.front[name].model))
+    for name, it in whole.by_budget.items():
+        assert same(state(it.model), state(result.by_budget[name].model))

@@ -100,7 +100,7 @@ def prune(
 
     budget: 0.5, "50%", "211M", "params:2M", "8ms" or "50%,params:2M". The default is that of the search settings, or
         else "50%". A list of budgets gives a network for each from a single search, at the budget of the search
-        settings or else the middle one of the list; see `front` of the result.
+        settings or else the middle one of the list; see `by_budget` of the result.
     method: "dmcp" searches. "l1", "l2", "uniform" and the other methods of `dmcp compare` choose widths and channels
         in their own way; the networks that they choose are trained and tested in the same way.
     search, train: all settings of the search and of the training. Without them, settings follow the number of images
@@ -527,7 +527,7 @@ def _result(
     first = next(iter(by_budget.values()))
     if len(by_budget) == 1:
         return first
-    return replace(first, rows=rows, front=by_budget, search=selection.search)
+    return replace(first, rows=rows, by_budget=by_budget, search=selection.search)
 
 
 def _rows_of_budget(job: PruneJob, budget: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:

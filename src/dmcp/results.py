@@ -65,12 +65,12 @@ class PruneResult:
     budget: Budget
     origin: str = ""  # a sentence that says where the weights come from
     latency: LatencyOutcome | None = None  # times asked for, predicted and measured, if latency is limited
-    front: Mapping[str, PruneResult] = field(default_factory=dict)  # with several budgets, the result of each
+    by_budget: Mapping[str, PruneResult] = field(default_factory=dict)  # with several budgets, the result of each
 
     @property
     def table(self) -> str:
         """The rows as text, with notes that explain them."""
-        results = list(self.front.values()) or [self]
+        results = list(self.by_budget.values()) or [self]
         latencies = [result.latency.text for result in results if result.latency is not None]
         return "\n".join([results_table(self.rows, self.graph, self.origin), *latencies])
 

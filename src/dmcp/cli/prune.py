@@ -99,11 +99,11 @@ def prune(config: RunConfig, request: Request) -> None:
         if not here.world.first:
             return
         log(*finish(here.run, result, describe_replaced(replaced)))
-    results = result.front or {"": result}
+    results = result.by_budget or {"": result}
     if request.as_json:
         plain = {name: _facts(here.run.folder / name, own, replaced) for name, own in results.items()}
         networks = {"networks": [asdict(row) for row in result.rows]}
-        print_json(networks | ({"folder": str(here.run.folder), "budgets": plain} if result.front else plain[""]))
+        print_json(networks | ({"folder": str(here.run.folder), "budgets": plain} if result.by_budget else plain[""]))
         return
     if found := result.search:
         shares = " and ".join(f"{share:.1%}" for share in expected_shares(found))

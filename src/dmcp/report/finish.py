@@ -27,7 +27,7 @@ _FRONT = "front.svg"
 
 def finish(run: Run, result: PruneResult, notes: Sequence[str] = ()) -> list[str]:
     """Write the network, the figures and the report with these notes; return warnings of diverged trainings."""
-    if result.front:
+    if result.by_budget:
         return _finish_budgets(run, result, notes)
     save(result.model, result.widths, run.folder)
     if result.latency is not None:
@@ -44,7 +44,7 @@ def finish(run: Run, result: PruneResult, notes: Sequence[str] = ()) -> list[str
 def _finish_budgets(run: Run, result: PruneResult, notes: Sequence[str]) -> list[str]:
     """Like `finish`, for several budgets: a run folder for the network of each, one table and one chart."""
     warnings: list[str] = []
-    for name, budget_result in result.front.items():
+    for name, budget_result in result.by_budget.items():
         part = _write_budget(run, name, budget_result)
         warnings += [f"{name}: {warning}" for warning in finish(part, budget_result, notes)]
     figures: list[Path] = []
@@ -89,7 +89,7 @@ def _points(result: PruneResult) -> list[Point]:
     points = []
     for row in result.rows:
         kind, _, budget = row.name.rpartition(" ")
-        if budget not in result.front:
+        if budget not in result.by_budget:
             kind = row.name
             budget = ""
         points.append(Point(kind, budget, row.macs, row.accuracy, error_of(row) or 0.0))
@@ -132,11 +132,11 @@ def _report(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path
 
 def _report_of_budgets(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path]) -> str:
     """The results for several budgets as Markdown, with links to the report of each."""
-    budgets = ", ".join(part.budget.text for part in result.front.values())
+    budgets = ", ".join(part.budget.text for part in result.by_budget.values())
     lines = [f"# {type(result.model).__name__}, budgets {budgets}", ""]
     lines += [f"- **{warning}**" for warning in warnings]
     lines += ["", results_table(result.rows, result.graph, result.origin), ""]
-    lines += [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.front]
+    lines += [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.by_budget]
     lines += [""]
     lines += [f"![{path.stem}]({path.name})" for path in figures]
     lines += [""]
