@@ -22,11 +22,11 @@ from dmcp.feasibility import check_budget, latency_folder, parse_budgets, reacha
 from dmcp.request import (
     Loaders,
     Spec,
-    check_teacher_knows,
     choose_baselines,
     choose_teacher,
     read_request,
     resolve_settings,
+    warn_of_teacher,
 )
 from dmcp.results import (
     CUT,
@@ -68,7 +68,7 @@ from dmcp.tracing.trace import trace
 from dmcp.tracing.verification import verify
 from dmcp.tracing.widths import Widths, fingerprint
 from dmcp.training.loop import Runtime, Task
-from dmcp.training.losses import MetricWarning, warn, warn_of_distillation
+from dmcp.training.losses import MetricWarning, warn
 from dmcp.training.preflight import classes_of, first_two, preflight
 from dmcp.training.trained import is_trained
 
@@ -152,11 +152,8 @@ def prune(
     # Settings that the user left open follow the data, and whether the model is trained.
     trained = request.follows_training and is_trained(model, classes_of(model, sample), val_loader, metric)
     request = choose_teacher(request, model, sample, task, trained=trained)
-    check_teacher_knows(request, model, sample, val_loader, task)
+    warn_of_teacher(request, model, sample, val_loader, task)
     settings, retraining, loaders = resolve_settings(request, example, task, trained=trained)
-    if request.teacher is not None or request.retrain is Retrain.SLIMMABLE:
-        remedy = 'leave the teacher out, and take retrain="scratch" or "finetune"'
-        warn_of_distillation(task.loss, "The pruned network learns from another one's", remedy)
 
     # Budgets in numbers, once a latency table is there for those in milliseconds.
     graph, timer = with_latency(model, graph, sample, request.specs, settings, latency, runtime)
@@ -180,7 +177,12 @@ def prune(
     untrained = given_networks(model, ORIGINAL in job.baselines, request.other_teacher(model))
 
     # One search serves all budgets; other methods choose for each budget.
-    selection = search_widths(job) if job.searches else choose_widths(job, trained=trained)
+    if job.searches:
+        selection = search_widths(job)
+    else:
+        selection = choose_widths(job, trained=trained)
+
+    # A trained model is also tested right after the cut.
     if trained and job.retraining.kind is Retrain.FINETUNE:
         for name, planned in selection.cuts.items():
             untrained[job.row(CUT, name)] = calibrated(planned.cut(graph), request.loaders.search)
@@ -201,7 +203,7 @@ def prune(
         warn(f"{text}.", MetricWarning)
     start = "the weights of the search" if job.searches else "the weights that it kept"
     origin = describe_origin(retraining, describe_teacher(request.teacher, model), method, start)
-    return _result(job, selection, trained_networks.networks, rows, origin)
+    return make_result(job, selection, trained_networks.networks, rows, origin)
 
 
 def _traced(model: nn.Module, sample: Any, graph: ChannelGraph | None, task: Task) -> ChannelGraph:
@@ -255,7 +257,7 @@ def resumable(job: PruneJob) -> PruneJob:
     if checkpointer is None or checkpointer.identity:
         return job
     retraining = job.retraining
-    teacher = retraining.teacher if isinstance(retraining.teacher, nn.Module) else None
+    teacher = retraining.teacher_network
     table = Latency.of(job.graph)
     settings: dict[str, Any] = {
         "search": job.search,
@@ -316,8 +318,8 @@ def _training_phases(job: PruneJob, val_loader: Loader) -> list[progress.Row]:
 
 def _work_of_teacher(retraining: Retraining, name: str) -> float:
     """The work of the teacher in each training step of a network."""
-    if name == UNPRUNED and not isinstance(retraining.teacher, nn.Module):
-        return 0.0  # it is the teacher
+    if name == UNPRUNED and retraining.teacher_network is None:
+        return 0.0  # it is the teacher, or there is none
     if retraining.kind is Retrain.SLIMMABLE:
         return 1.0  # the unpruned network is trained beside the pruned one
     return 0.0 if retraining.teacher is None else _FORWARD
@@ -507,7 +509,7 @@ def _fresh_source(job: PruneJob) -> nn.Module:
 # what came out
 
 
-def _result(
+def make_result(
     job: PruneJob, selection: Selection, networks: Mapping[str, nn.Module], rows: tuple[Row, ...], origin: str
 ) -> PruneResult:
     """The result; with several budgets that of the first one, with all rows and the results of the others."""

@@ -18,12 +18,13 @@ from dmcp.runtime.batches import FewBatches, Loader, device_of, length_of, size_
 from dmcp.runtime.distributed import current
 from dmcp.settings import AUTO, Retrain, SearchConfig, TrainConfig, defaults
 from dmcp.training.loop import Task
+from dmcp.training.losses import warn_of_distillation
 from dmcp.training.preflight import can_teach, classes_of
 
 Spec = int | float | str | Budget  # a budget as a user writes it
 
 DEFAULT_BUDGET = "50%"
-_L2 = "l2"  # the method that a cut to uniform widths amounts to, where nothing was searched
+_L2 = "l2"  # uniform widths and the channels with the largest norms, as baselines are cut where nothing is searched
 
 
 @checked
@@ -99,7 +100,11 @@ def read_request(
     kind = Retrain(retrain)
     searches = check_method(method)
     specs = read_specs(search, budget)
-    check_teacher_use(kind, None if teacher == AUTO else teacher)
+    if teacher != AUTO:
+        check_teacher_use(kind, teacher)
+    teacher_copy = None
+    if isinstance(teacher, nn.Module):
+        teacher_copy = copy_of_teacher(teacher, device_of(model))
     return PruneRequest(
         specs=specs,
         method=method,
@@ -108,7 +113,7 @@ def read_request(
         train=train,
         retrain=kind,
         teacher=teacher,
-        teacher_copy=copy_of_teacher(teacher, device_of(model)) if isinstance(teacher, nn.Module) else None,
+        teacher_copy=teacher_copy,
         baselines=_read_baselines(baselines),
         baselines_listed=not isinstance(baselines, bool),
         loaders=loader if isinstance(loader, Loaders) else Loaders(search=loader),
@@ -146,8 +151,10 @@ def check_method(name: str) -> bool:
 
 
 def _read_baselines(baselines: bool | Collection[str]) -> frozenset[str]:
-    if isinstance(baselines, bool):
-        return frozenset([UNPRUNED, UNIFORM]) if baselines else frozenset()
+    if baselines is True:
+        return frozenset([UNPRUNED, UNIFORM])
+    if baselines is False:
+        return frozenset()
     if isinstance(baselines, str) or not {UNPRUNED, UNIFORM, ORIGINAL}.issuperset(baselines):
         raise TrainingError(f'baselines must be True, False, or names like ["uniform"], not {baselines!r}.')
     return frozenset(baselines)
@@ -171,11 +178,14 @@ def choose_teacher(request: PruneRequest, model: nn.Module, sample: Any, task: T
     return replace(request, teacher=model, teacher_copy=copy_of_teacher(model, device_of(model)))
 
 
-def check_teacher_knows(request: PruneRequest, model: nn.Module, sample: Any, val_loader: Loader, task: Task) -> None:
-    """Warn of a given teacher that guesses; scores of a metric of the user's own cannot tell."""
+def warn_of_teacher(request: PruneRequest, model: nn.Module, sample: Any, val_loader: Loader, task: Task) -> None:
+    """Warn of a given teacher that guesses, and of learning from outputs that may be no class scores."""
     teacher = request.other_teacher(model)
-    if teacher is not None and task.metric is None:
+    if teacher is not None and task.metric is None:  # a metric of the user's own cannot tell
         warn_of_poor_teacher(teacher, classes_of(teacher, sample), val_loader)
+    if request.teacher is not None or request.retrain is Retrain.SLIMMABLE:
+        remedy = 'leave the teacher out, and take retrain="scratch" or "finetune"'
+        warn_of_distillation(task.loss, "The pruned network learns from another one's", remedy)
 
 
 def resolve_settings(
@@ -187,7 +197,7 @@ def resolve_settings(
     part of the batches, if these settings are open, too.
     """
     batch = size_of((example,)) * current().size
-    usual = defaults(
+    suggested = defaults(
         choose_middle(request.specs),
         request.retrain,
         trained=trained,
@@ -196,19 +206,12 @@ def resolve_settings(
         own_loss=task.loss is not None,
     )
     loaders = request.loaders
-    if request.search is None and request.searches and usual.search_images:
-        batches = -(-usual.search_images // batch)
-        loaders = replace(
-            loaders,
-            search=FewBatches(loaders.search, batches),
-            train=loaders.final,
-        )
-    retraining = Retraining(
-        config=request.train or usual.train,
-        kind=request.retrain,
-        teacher=request.teacher if request.teacher_copy is None else request.teacher_copy,
-    )
-    return request.search or usual.search, retraining, loaders
+    if request.search is None and request.searches and suggested.search_images:
+        batches = -(-suggested.search_images // batch)
+        loaders = replace(loaders, search=FewBatches(loaders.search, batches), train=loaders.final)
+    teacher = request.teacher if request.teacher_copy is None else request.teacher_copy
+    retraining = Retraining(config=request.train or suggested.train, kind=request.retrain, teacher=teacher)
+    return request.search or suggested.search, retraining, loaders
 
 
 def choose_baselines(request: PruneRequest, model: nn.Module, *, trained: bool) -> frozenset[str]:
@@ -216,5 +219,6 @@ def choose_baselines(request: PruneRequest, model: nn.Module, *, trained: bool) 
     baselines = request.baselines
     if not request.baselines_listed and (trained or is_model(request.teacher, model)):
         baselines |= {ORIGINAL}
-    repeated = {request.method, UNIFORM} if request.method == _L2 else {request.method}
-    return baselines - repeated
+    if request.method == _L2:
+        baselines -= {UNIFORM}  # the same network
+    return baselines - {request.method}

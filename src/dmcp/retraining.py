@@ -52,6 +52,11 @@ class Retraining:
         check_teacher_use(self.kind, self.teacher)
 
     @property
+    def teacher_network(self) -> nn.Module | None:
+        """The teacher, if it is a network that is there already."""
+        return self.teacher if isinstance(self.teacher, nn.Module) else None
+
+    @property
     def anew(self) -> bool:
         """Whether networks start from fresh weights."""
         return self.kind in (Retrain.SCRATCH, Retrain.SLIMMABLE)
