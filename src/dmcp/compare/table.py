@@ -54,21 +54,14 @@ def write_table(folder: Path) -> dict[str, Any]:
     results = _read_results(folder)
     if not results:
         raise FileError(f"{folder}: no runs of a comparison are done here: give the folder that dmcp compare filled.")
-    runs = [result.run for result in results.values()]
-    check_alike(runs, folder)
+    check_alike([result.run for result in results.values()], folder)
 
-    protocol = to_plain(runs[0].protocol)
-    settings = protocol | {
-        "set": {title(run.method): dict(run.settings) for run in runs if run.settings},
-        "seeds": sorted({run.seed for run in runs}),
-        "devices": sorted({result.device for result in results.values()}),
-    }
+    settings = _describe_settings(results)
     lines = _make_lines(results, folder)
-    commands = folder / COMMANDS
     data = {
-        "model": protocol["config"]["model"],
-        "data": protocol["config"]["data"],
-        "commands": read_bytes(commands, MOST_JSON).decode().splitlines() if commands.exists() else [],
+        "model": settings["config"]["model"],
+        "data": settings["config"]["data"],
+        "commands": _read_commands(folder),
         "settings": settings,
         "lines": [asdict(line) for line in lines],
     }
@@ -86,6 +79,24 @@ def _read_results(folder: Path) -> dict[str, Result]:
                 result = from_plain(Result, read_json(path))
             results[result.run.name] = result
     return results
+
+
+def _read_commands(folder: Path) -> list[str]:
+    """The commands that were typed for this folder, each with its time, as JSON."""
+    path = folder / COMMANDS
+    if not path.exists():
+        return []
+    return read_bytes(path, MOST_JSON).decode().splitlines()
+
+
+def _describe_settings(results: Mapping[str, Result]) -> dict[str, Any]:
+    """The protocol of all runs as plain data, the settings of methods, seeds and devices."""
+    runs = [result.run for result in results.values()]
+    settings = to_plain(runs[0].protocol)
+    settings["set"] = {title(run.method): dict(run.settings) for run in runs if run.settings}
+    settings["seeds"] = sorted({run.seed for run in runs})
+    settings["devices"] = sorted({result.device for result in results.values()})
+    return settings
 
 
 # the lines: figures
@@ -198,15 +209,14 @@ def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
     Accuracies and losses are mean ± standard deviation (seeds), and so are differences to uniform with the same seed.
     """
     same_recipe = {(line.method, line.budget): line for line in lines if not line.own}
-    own_training = {(line.method, line.budget): line for line in lines if line.own}
+    own_training = {(line.method, line.budget): line for line in lines if line.own}  # in the way of its authors
     head = ["method", "budget", f"accuracy in %, {SAME}", f"points above {UNIFORM}", f"train loss, {SAME}"]
     rows = [[*head, "its own training, %", "MACs", "params", "search, s", "sample-passes, M"]]
     for method, budget in dict.fromkeys((line.method, line.budget) for line in lines):
         same = same_recipe.get((method, budget))
-        own = own_training.get((method, budget))
-        line = same or own
+        authors = own_training.get((method, budget))
+        line = same or authors
         assert line is not None
-        uniform = same_recipe.get((UNIFORM, budget))
 
         # Widths that are uniform's are trained once: the cell says by which method.
         accuracy = above_uniform = train_loss = ""
@@ -215,8 +225,12 @@ def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
         elif same is not None:
             accuracy = spread(same.accuracies)
             train_loss = _spread_of_losses(same.train_losses)
+            uniform = same_recipe.get((UNIFORM, budget))
             if uniform is not None and same is not uniform:
                 above_uniform = spread(_differences(same, uniform), sign="+z")
+        its_own = ""
+        if authors is not None:
+            its_own = f"{spread(authors.accuracies)}, {authors.way}"
         rows.append(
             [
                 method,
@@ -224,7 +238,7 @@ def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
                 accuracy,
                 above_uniform,
                 train_loss,
-                f"{spread(own.accuracies)}, {own.way}" if own is not None else "",
+                its_own,
                 between(*(f"{share:.1%}" for share in line.macs_share)),
                 between(*(f"{count:,}" for count in line.params)),
                 f"{line.search_seconds:,.0f}",
@@ -243,11 +257,11 @@ def _differences(line: Line, base: Line) -> list[float]:
 
 def _spread_of_losses(losses: Sequence[float | None]) -> str:
     """Mean ± standard deviation (seeds) of the losses that are known; empty if none is."""
-    known = [loss for loss in losses if loss is not None]
-    if not known:
+    numbers = [loss for loss in losses if loss is not None]
+    if not numbers:
         return ""
-    deviation = f" ± {stdev(known):.2g}" if len(known) > 1 else ""
-    return f"{fmean(known):.4g}{deviation} ({len(known)})"
+    deviation = f" ± {stdev(numbers):.2g}" if len(numbers) > 1 else ""
+    return f"{fmean(numbers):.4g}{deviation} ({len(numbers)})"
 
 
 def _in_millions(count: float) -> str:

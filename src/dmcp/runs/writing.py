@@ -168,8 +168,10 @@ def refuse_taken(path: Path) -> None:
         harmless |= {*START}
     if names <= harmless:
         return
-    go_on = f"go on with that run (--resume {path}), " if is_run(path) and not is_done(path) else ""
-    raise FileError(f"{path} already holds files: {go_on}give the run another folder, or remove this one.")
+    advice = "give the run another folder, or remove this one"
+    if is_run(path) and not is_done(path):
+        advice = f"resume that run (--resume {path}), {advice}"
+    raise FileError(f"{path} already holds files: {advice}.")
 
 
 def slug(text: str) -> str:
