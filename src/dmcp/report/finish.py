@@ -56,7 +56,7 @@ def _finish_budgets(run: Run, result: PruneResult, notes: Sequence[str]) -> list
 
 
 def _write_budget(run: Run, name: str, result: PruneResult) -> Run:
-    """Write what one of several budgets shares with the others into a folder of its own: as if run for it alone."""
+    """Write the run folder of one of several budgets, as if the run had been for this budget alone."""
     part = Run(run.folder / name)
     shutil.rmtree(part.folder, ignore_errors=True)  # half of one, before an interruption
     part.folder.mkdir()

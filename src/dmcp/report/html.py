@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # imported where they are needed: most commands make no page
     from jinja2 import Template
     from matplotlib.figure import Figure
 
-_SPEED = "Speed"  # title of a tile
 _HALF = (0.475, 0.505)  # shares that are called half
 
 
@@ -80,20 +79,19 @@ def _points(runs: Sequence[PastRun]) -> list[figures.Point]:
 
 def summary(run: PastRun) -> str:
     """Half the MACs, 1.86 × as fast, −0.26 ± 0.94 points against unpruned; empty if nothing was tested."""
-    if run.result is None:
+    row = run.result
+    if row is None:
         return ""
     parts = []
     share = run.share("macs")
     if share:
         is_half = _HALF[0] <= share < _HALF[1]
         parts.append("Half the MACs" if is_half else f"{percent(share)} of the MACs")
-    tiles = _tiles(run)
-    for tile in tiles:
-        if tile.title == _SPEED:
-            parts.append(f"{tile.value} as fast")
-    first = tiles[0]
-    first_gap = first.note.partition(", ")[0]
-    parts.append(first_gap or f"{first.title} {first.value}")
+    speed = _speed(run, row)
+    if speed:
+        parts.append(f"{speed.factor:.2f} × as fast")
+    gaps = _gaps(run, row)
+    parts.append(gaps[0] if gaps else f"{score_name([row])}, {row.name} {_score(row)}")
     return ", ".join(parts)
 
 
@@ -159,8 +157,11 @@ def _tiles(run: PastRun) -> list[Tile]:
     tiles = []
     row = run.result
     if row:
-        tiles.append(_accuracy_tile(run, row))
-        tiles += _speed_tile(run, row)
+        tiles.append(Tile(f"{score_name([row])}, {row.name}", _score(row), ", ".join(_gaps(run, row))))
+        speed = _speed(run, row)
+        if speed:
+            times = f"{speed.after_ms:.3g} ms {speed.timed}, before {speed.before_ms:.3g} ms"
+            tiles.append(Tile("Speed", f"{speed.factor:.2f} ×", times))
         tiles.append(_cost_tile(run, row, "macs", "MACs kept"))
         weights = run.folder / WEIGHTS
         size = f", {show_bytes(weights.stat().st_size)} on disk" if weights.is_file() else ""
@@ -174,25 +175,34 @@ def _tiles(run: PastRun) -> list[Tile]:
     return tiles
 
 
-def _accuracy_tile(run: PastRun, row: Row) -> Tile:
-    gaps = ", ".join(difference(row, baseline) for baseline in run.rows if baseline is not row)
-    return Tile(f"{score_name([row])}, {row.name}", _score(row), gaps.replace("-", "\N{MINUS SIGN}"))
+def _gaps(run: PastRun, row: Row) -> list[str]:
+    """How much better or worse the network is than each other one."""
+    gaps = [difference(row, baseline) for baseline in run.rows if baseline is not row]
+    return [gap.replace("-", "\N{MINUS SIGN}") for gap in gaps]
 
 
-def _speed_tile(run: PastRun, row: Row) -> list[Tile]:
-    """How many times as fast the network is: as an exported file if there is one, else in torch; empty if not timed."""
+class Speed(NamedTuple):
+    """Times of the unpruned network and of the result."""
+
+    before_ms: float
+    after_ms: float
+    timed: str  # what takes this long, and where
+
+    @property
+    def factor(self) -> float:
+        """How many times as fast the result is."""
+        return self.before_ms / self.after_ms
+
+
+def _speed(run: PastRun, row: Row) -> Speed | None:
+    """The times as an exported file if there is one, else in torch; None if they are not known."""
     if run.exported:
-        before = run.exported.unpruned_ms
-        after = run.exported.pruned_ms
-        timed = f"a sample in {run.exported.runtime}"
+        speed = Speed(run.exported.unpruned_ms, run.exported.pruned_ms, f"a sample in {run.exported.runtime}")
     else:
         times = {baseline.name: baseline.ms for baseline in run.rows if baseline.batch and baseline is not row}
         before = times.get(UNPRUNED) or times.get(ORIGINAL) or 0.0
-        after = row.ms
-        timed = f"for {row.batch} samples in torch"
-    if not before or not after:
-        return []
-    return [Tile(_SPEED, f"{before / after:.2f} ×", f"{after:.3g} ms {timed}, before {before:.3g} ms")]
+        speed = Speed(before, row.ms, f"for {row.batch} samples in torch")
+    return speed if speed.before_ms and speed.after_ms else None
 
 
 def _cost_tile(run: PastRun, row: Row, kind: str, title: str, more: str = "") -> Tile:
