@@ -216,7 +216,7 @@ class _Course:
         self.most, self.least = problem.widest.tensor(), self.options.widths(torch.zeros_like(self.full))  # (S,)
         check_reachable(problem.budget, graph, graph.widths(self.least), problem.max_widths)
         # where widths are so coarse that none uses the budget to the tolerance, asking for it leaves one choice only
-        self.tolerance = min(FILLED, problem.shares(problem.fit(self.full).tensor()[None]).item())
+        self.tolerance = min(FILLED, problem.shares(problem.round_to_budget(self.full).tensor()[None]).item())
         self.fixed = _features(graph)  # that no choice changes. (S, F)
 
     def walk(self, agent: Agent, noise: float) -> Tensor:

@@ -214,7 +214,7 @@ def find_metapruning(problem: Problem, config: MetaPruningConfig, state: Mapping
             return judge(torch.tensor(several).to(device_of(net)).unbind())
 
         scores = evolve(problem, config, scores_of)
-    widths = problem.fit(torch.tensor(max(scores, key=lambda genes: scores[genes])))
+    widths = problem.round_to_budget(torch.tensor(max(scores, key=lambda genes: scores[genes])))
     return Choice(widths=widths, kept=widths, sample_passes=prepared.sample_passes + len(scores) * samples)
 
 

@@ -65,7 +65,7 @@ def find_torch_pruning(
     parts = torch.linspace(0, 1, _PARTS + 1, dtype=torch.float64)[:, None]
     between = before + parts * (after - before)  # (P, S)
     inside = problem.shares(between.round().long()) <= 1
-    widths = problem.fit(between[inside.int().argmax() if inside.any() else -1])
+    widths = problem.round_to_budget(between[inside.int().argmax() if inside.any() else -1])
     kept = {name: ledger.strongest(name, width) for name, width in widths.items()}
     return Choice(widths=widths, kept=kept, model=model, sample_passes=size_of((example,)))
 

@@ -75,7 +75,7 @@ def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, 
     graph = problem.graph
     model = loaded(problem, state)
     scores = [numbers_of_channels(model, places).abs().sum(dim=1) for places in _scales(model, problem)]
-    widths = problem.fit(_above_threshold(problem, scores))
+    widths = problem.round_to_budget(_above_threshold(problem, scores))
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
     return Choice(widths=widths, kept=kept, model=model)
 

@@ -168,7 +168,7 @@ def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, 
     borders = chains.sizes.cumsum(dim=1).cpu()  # (S, G)
     check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.max_widths)
     slimmed, passes = _slim(net, borders, problem, config)
-    widths = problem.fit(slimmed)
+    widths = problem.round_to_budget(slimmed)
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
 
 

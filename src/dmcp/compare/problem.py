@@ -76,7 +76,7 @@ class Problem:
         """The same ratio for all spaces, as far as their bounds allow it."""
         return uniform(self.graph, self.budget, self.min_widths, self.align, max_channels=self.max_widths)
 
-    def fit(self, wish: Tensor) -> Widths:
+    def round_to_budget(self, wish: Tensor) -> Widths:
         """The allowed widths nearest to these that use up the budget. (S,)"""
         return round_to_budget(self.graph, self.budget, wish.double(), self.options, FILLED)
 
