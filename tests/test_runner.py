@@ -16,6 +16,7 @@ from torch import nn
 
 from dmcp.cli.compare import subject_of
 from dmcp.cli.session import open_job
+from dmcp.compare.methods import Own
 from dmcp.compare.protocol import Comparison, PlannedRun, Protocol, Subject, begin, is_done, plan, read_plan
 from dmcp.compare.runner import OneRun
 from dmcp.compare.table import write_table
@@ -258,6 +259,8 @@ def test_a_killed_run_ends_the_same(
     for network in one["networks"] + other["networks"]:
         network["ms"] = 0
     assert one == other
+    for network in one["networks"]:  # a network as a method left it was not trained by the run
+        assert (network["train_loss"] is None) == (network["name"] == Own.AS_TRAINED)
 
 
 # the table
