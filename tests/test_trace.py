@@ -338,3 +338,13 @@ def test_host_reads_of_the_input_are_noted() -> None:
     for run in NO_READS.values():
         graph = dmcp.trace(reading(run), IMAGE, strict=True)
         assert graph.notes == () and {"a", "b"} <= set(sizes(graph))
+
+
+def test_the_summary_groups_what_is_unprunable_by_reason() -> None:
+    """Many layers with one reason are one line, with counts and the first few names."""
+    model = nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1) for _ in range(30)])
+    graph = dmcp.trace(model, torch.zeros(2, 4, 8, 8), ignore=[str(number) for number in range(29)])
+    text = graph.summary()
+    assert len(text.splitlines()) < 20 and len(graph.unprunable) >= 29
+    (line,) = [line for line in text.splitlines() if "and 26 more" in line]
+    assert "29 layers" in line and "116 channels" in line and "0, 1, 2" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -50,6 +51,14 @@ def show_ms(ms: float) -> str:
     """Three digits with the unit that fits: 8.12 ms, 812 us, 1.2 s."""
     amount, unit = (ms / 1000, "s") if ms >= 1000 else (ms, "ms") if ms >= 1 else (1000 * ms, "us")
     return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
+
+
+def show_count(number: float) -> str:
+    """Four digits with the unit that fits: 25.56M."""
+    units = ("", "k", "M", "G")
+    power = int(math.log10(abs(number))) // 3 if number else 0
+    power = min(max(power, 0), len(units) - 1)
+    return f"{number / 1000**power:.4g}{units[power]}"
 
 
 def show_bytes(amount: float) -> str:

@@ -18,6 +18,7 @@ from dmcp.budgets import LATENCY, MEMORY, show_cost
 from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.searching.sampling import expected_widths
 from dmcp.tracing.widths import Widths
+from dmcp.units import show_count
 
 if TYPE_CHECKING:  # functions import matplotlib: it takes half a second, and most commands draw nothing
     from matplotlib.axes import Axes
@@ -270,7 +271,4 @@ def amount(kind: str, number: float) -> str:
     """A cost as people read it: 20.4M, 8.12 ms, 65.5 kB."""
     if kind in (LATENCY, MEMORY):
         return show_cost(kind, number)
-    units = ("", "k", "M", "G")
-    power = int(math.log10(abs(number))) // 3 if number else 0
-    power = min(max(power, 0), len(units) - 1)
-    return f"{number / 1000**power:.4g}{units[power]}"
+    return show_count(number)

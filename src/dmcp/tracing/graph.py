@@ -22,9 +22,10 @@ from dmcp.tracing.modules import Cut, skeleton
 from dmcp.tracing.record import Recording
 from dmcp.tracing.replay import ReplayContext
 from dmcp.tracing.widths import ChannelSpace, Dim, Widths, fingerprint
-from dmcp.units import show_bytes
+from dmcp.units import counted, show_bytes, show_count
 
 Kept = int | Sequence[int] | Tensor  # how many channels stay, or which
+_NAMED = 3  # layers that the summary names for each reason
 
 
 @dataclass(frozen=True)
@@ -311,23 +312,53 @@ class ChannelGraph:
         }
 
     def summary(self) -> str:
-        """The spaces, then what is unprunable and why."""
+        """What the network costs, its spaces, and what is unprunable, grouped by reason."""
+        macs, params = self.macs(), self.params()
         lines = [
-            f"{self.macs():,} macs, {self.params():,} params, {self.prunable_share:.1%} of the macs can be narrowed",
-            f"{show_bytes(self.memory())} of activations are held at once, when {self.memory_at() or 'the model'} runs",
+            f"{show_count(macs)} MACs ({macs:,}), {show_count(params)} params ({params:,})",
+            f"{show_bytes(self.memory())} of activations at once, when {self.memory_at() or 'the model'} runs",
+            f"{counted(len(self.spaces), 'space')}; {self.prunable_share:.1%} of the MACs are in layers that read or "
+            "write one",
             "",
-            "spaces, their share of the macs, and the layers tied to them:",
-            *(f"  {it.name} ({it.size}): {self.space_share(it):.1%}, {', '.join(it.writers)}" for it in self.spaces),
-            "",
-            "unprunable:",
-            *(f"  {item.name} ({item.size}): {item.reason}" for item in self.unprunable),
-            "",
-            *(f"{it.module}.{it.attribute} = {it.value} follows {it.follows}" for it in self.bindings),
-            *(f"no channel rule for {name} ({count} times)" for name, count in self.unknown.items()),
-            *(f"note: {note}" for note in self.notes),
-            "" if self.verified else "not verified: no cut network was compared with the gated one",
+            "Spaces: channels that are kept or dropped together, and the share of the MACs in layers that use them",
+            *self._space_lines(),
+            *self._unprunable_lines(),
         ]
-        return "\n".join(lines).rstrip()
+        if self.bindings:
+            lines += ["", "Attributes that follow a width"]
+        lines += [f"  {each.module}.{each.attribute} = {each.value} follows {each.follows}" for each in self.bindings]
+        for name, count in self.unknown.items():
+            lines += ["", f"No channel rule for {name} (called {count} times): channels that it reads are unprunable."]
+        for note in self.notes:
+            lines += ["", f"Note: {note}"]
+        if not self.verified:
+            lines += ["", "Not verified: no cut network was compared with the gated one."]
+        return "\n".join(lines)
+
+    def _space_lines(self) -> list[str]:
+        """A row for each space, in columns."""
+        rows = [("space", "size", "MACs", "layers tied to it")]
+        for space in self.spaces:
+            share = f"{self.space_share(space):.1%}"
+            rows.append((space.name, f"{space.size:,}", share, ", ".join(space.writers)))
+        names = max(len(row[0]) for row in rows)
+        return [f"  {name:<{names}}  {size:>6}  {share:>6}  {writers}" for name, size, share, writers in rows]
+
+    def _unprunable_lines(self) -> list[str]:
+        """One line for each reason, with counts of layers and channels and the first few names."""
+        by_reason: dict[str, list[Unprunable]] = {}
+        for item in self.unprunable:
+            by_reason.setdefault(item.reason, []).append(item)
+        lines = ["", "Unprunable channels, by reason"] if by_reason else []
+        for reason, items in by_reason.items():
+            names = list(dict.fromkeys(item.name for item in items))
+            channels = sum(item.size for item in items)
+            listed = ", ".join(names[:_NAMED])
+            if len(names) > _NAMED:
+                listed += f" and {len(names) - _NAMED:,} more"
+            counts = f"{counted(len(names), 'layer')}, {counted(channels, 'channel')}"
+            lines.append(f"  {reason} ({counts}): {listed}")
+        return lines
 
     __str__ = summary
 
