@@ -315,7 +315,38 @@ def check_data(data: DataSets, on_file: Callable[[int], None] = lambda count: No
         "enlarged": enlarged,
         "broken": [file._asdict() for file in broken],
         "wrong_classes": empty_classes,
+        "in_both": [{"train": first, "test": second} for first, second in images_in_both(train, test)],
     }
+
+
+def images_in_both(train: DataSet, test: DataSet) -> list[tuple[str, str]]:
+    """Test images that are training images, too, byte by byte: where each is in both sets.
+
+    Scores on such images say nothing. Image files must be the same files; a copy that was saved again is not found.
+    """
+    if isinstance(train, ArraySet) and isinstance(test, ArraySet):
+        trained = {_hash(image.numpy().tobytes()): number for number, image in enumerate(train.images)}
+        numbers = [(trained.get(_hash(image.numpy().tobytes())), number) for number, image in enumerate(test.images)]
+        return [(f"image {first}", f"image {second}") for first, second in numbers if first is not None]
+    assert isinstance(train, FolderSet) and isinstance(test, FolderSet)
+    # Only files of the same size can be the same: most need not be read.
+    train_sizes = [_plain_size(path) for path in train.paths]
+    test_sizes = [_plain_size(path) for path in test.paths]
+    common = (set(train_sizes) & set(test_sizes)) - {0}
+    paths: dict[str, str] = {}
+    for path, size in zip(train.paths, train_sizes, strict=True):
+        if size in common:
+            paths.setdefault(_hash(Path(path).read_bytes()), path)
+    found = []
+    for path, size in zip(test.paths, test_sizes, strict=True):
+        digest = _hash(Path(path).read_bytes()) if size in common else ""
+        if digest in paths:
+            found.append((paths[digest], path))
+    return found
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 _DIGESTED = 2**27  # bytes of image files that are read for a digest
