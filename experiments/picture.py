@@ -29,7 +29,7 @@ def of_method(name: str, method: str, own: bool = False) -> Points:
 
 
 def of_summary(file: str, *networks: str) -> Points:
-    """Points of a summary of seeds, as `dmcp prune --seeds` writes it, or `dmcp.cli.prune.summarize` of run folders.
+    """Points of a summary of seeds, as `dmcp prune --seeds` writes it, or `dmcp.cli.seeds.summarize` of run folders.
 
     file: in results/; one line of .jsonl, since every .json there is a table of REPORT.md.
     """

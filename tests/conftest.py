@@ -17,7 +17,9 @@ from commands import command
 from torch import Tensor, nn
 
 from dmcp import models
-from dmcp.cli import prune, session
+from dmcp.cli import compare as comparing
+from dmcp.cli.job import CHILD
+from dmcp.cli.processes import Command
 from dmcp.results import milliseconds
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
@@ -53,7 +55,7 @@ def quick_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A network of ours is traced once in a session, networks are timed in one round, and runs end without figures.
     """
-    monkeypatch.setattr("dmcp.cli.session.trace", _trace_once)
+    monkeypatch.setattr("dmcp.cli.job.trace", _trace_once)
     monkeypatch.setattr("dmcp.results.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
     monkeypatch.setattr("dmcp.report.finish.draw_all", lambda *_, **__: [])
 
@@ -62,12 +64,12 @@ def quick_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 def runs_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dmcp compare` fills a folder from this process, in tmp_path: new processes would mostly import torch."""
 
-    def run_here(commands: Sequence[prune.Command], *_: Any, **__: Any) -> dict[str, str]:
+    def run_here(commands: Sequence[Command], *_: Any, **__: Any) -> dict[str, str]:
         codes = {run.name: command(*run.words) for run in commands}
         return {name: f"exit code {code}" for name, code in codes.items() if code}
 
-    monkeypatch.setattr(prune, "run_side_by_side", run_here)
-    monkeypatch.setenv(session.CHILD, "1")  # set in the processes that dmcp compare starts
+    monkeypatch.setattr(comparing, "run_side_by_side", run_here)
+    monkeypatch.setenv(CHILD, "1")  # set in the processes that dmcp compare starts
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 

@@ -8,13 +8,14 @@ import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from commands import Capture, command, run
 from folders import write_photos, write_shards
 from PIL import Image
 
-from dmcp.cli.prune import loader_pace
-from dmcp.cli.session import open_job
+from dmcp.cli.forecast import loader_pace
+from dmcp.cli.job import open_job
 from dmcp.data.datasets import DataSets, check_data, load, preprocessing
 from dmcp.data.folders import FolderSet, no_images
 from dmcp.errors import DmcpError
@@ -106,6 +107,23 @@ def test_the_command_reports_everything(here: Path, capsys: Capture) -> None:
     assert facts["train"] == {"images": 8, "from": "photos/train"}
 
 
+def test_images_in_both_sets_are_found(here: Path, capsys: Capture) -> None:
+    """The same bytes in train/ and val/, under another name and in another class; the same row of two arrays."""
+    photos = write_photos(here / "photos", (40, 40))
+    for number, path in enumerate(sorted(photos.rglob("*.png"))):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(path)
+    assert check_data(opened())["in_both"] == []
+    shutil.copy(photos / "train" / "cat" / "2.png", photos / "val" / "dog" / "copy.png")
+    pair = {"train": "photos/train/cat/2.png", "test": "photos/val/dog/copy.png"}
+    assert check_data(opened())["in_both"] == [pair]
+    code, out, err = run(capsys, "data", "photos", "--quiet")
+    assert code == 0 and pair["train"] in out and pair["test"] in out and err.count("\n") == 1
+    images, labels = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 1), np.uint8), np.arange(6) % 2
+    np.savez(here / "train-0.npz", images=images[:4], labels=labels[:4])
+    np.savez(here / "test-0.npz", images=images[[4, 1]], labels=labels[[4, 0]])
+    assert check_data(opened("."))["in_both"] == [{"train": "image 1", "test": "image 1"}]
+
+
 # before the first step
 
 
@@ -116,7 +134,7 @@ def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> N
         truncate(photos / f"{name}.png")
     code, out, _ = run(capsys, *TRAIN, "--corrupt", "skip", "--out", "one")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 2, "test": 1}
-    assert "2 training and 1 test image could not be read" in (here / "one" / "report.md").read_text()
+    assert "2 training images and 1 test image could not be read" in (here / "one" / "report.md").read_text()
     listed = json.loads((here / "one" / "replaced.json").read_text())
     assert listed["test"] == ["photos/val/dog/3.png"] and len(listed["train"]) == 2
     code, out, err = run(capsys, "evaluate", "one", *NETWORK[:2], "--corrupt", "skip", "--device", "cpu", "--json")
@@ -131,9 +149,9 @@ def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> N
 
 def test_a_slow_loader_is_reported(here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     write_photos(here / "photos", (40, 40))
-    monkeypatch.setattr("dmcp.cli.prune.loader_pace", lambda *those: (100.0, loader_pace(*those)[1]))
+    monkeypatch.setattr("dmcp.cli.forecast.loader_pace", lambda *those: (100.0, loader_pace(*those)[1]))
     code, out, err = run(capsys, "prune", *NETWORK, "--dry-run", "--json", "--epochs", "1", "--workers", "1")
-    assert code == 0 and "for a batch and holds back search" in err and json.loads(out)["seconds"] > 100
+    assert code == 0 and "search" in err and "--workers" in err and json.loads(out)["seconds"] > 100
 
 
 def test_an_own_network_gets_images_of_one_size_as_they_are(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

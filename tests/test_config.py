@@ -14,7 +14,7 @@ import pytest
 
 import dmcp
 from dmcp.cli.config import Request, make_config, settle
-from dmcp.cli.session import build, trace_job
+from dmcp.cli.job import build, trace_job
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.runs.config import RECIPES, RunConfig, find_recipe
 from dmcp.runs.files import SETTINGS

@@ -20,7 +20,7 @@ from torchvision.datasets import CIFAR10, cifar
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from dmcp.cli.session import sized
+from dmcp.cli.job import sized
 from dmcp.data import datasets
 from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split
 from dmcp.data.images import (

@@ -210,7 +210,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_needs_no_data_and_reports_what_was_gained(
     run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmcp.cli.session.load", lambda *_: 1 / 0)
+    monkeypatch.setattr("dmcp.cli.job.load", lambda *_: 1 / 0)
     out = tmp_path / "net.pt2"
     capsys.readouterr()
     assert command("export", str(run), "--out", str(out), "--json", "--quiet") == 0

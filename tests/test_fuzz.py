@@ -28,7 +28,7 @@ from torch import nn
 
 import dmcp
 from dmcp.cli.config import read_config
-from dmcp.cli.session import load_weights
+from dmcp.cli.weights import load_weights
 from dmcp.data import datasets
 from dmcp.errors import DmcpError, FileError
 from dmcp.results import Row

@@ -15,7 +15,7 @@ from commands import Killed, command, compare, table_cells
 from torch import nn
 
 from dmcp.cli.compare import subject_of
-from dmcp.cli.session import open_job
+from dmcp.cli.job import open_job
 from dmcp.compare.methods import Own
 from dmcp.compare.protocol import Comparison, PlannedRun, Protocol, Subject, begin, is_done, plan, read_plan
 from dmcp.compare.runner import OneRun

@@ -17,8 +17,9 @@ import pytest
 import torch
 from commands import command as typed
 
-from dmcp.cli import prune
-from dmcp.cli.prune import Command, run_side_by_side, summarize, summary_table
+from dmcp.cli import processes, seeds
+from dmcp.cli.processes import Command, run_side_by_side
+from dmcp.cli.seeds import summarize, summary_table
 from dmcp.results import DMCP, UNPRUNED, Row
 from dmcp.runs.files import LOG, SETTINGS
 from dmcp.runs.writing import Run
@@ -64,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for the files of commands, which are run by the program above."""
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "acts").write_text("")
-    monkeypatch.setattr(prune, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-S", str(tmp_path / "child.py")))
     return tmp_path / "runs"
 
 
@@ -113,7 +114,7 @@ def test_a_command_waits_for_what_it_needs(folder: Path) -> None:
 
 
 def test_cores_are_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prune, "core_count", lambda: 4)
+    monkeypatch.setattr(processes, "core_count", lambda: 4)
     act(folder, all="slow")
     for device, at_once, most, threads in ((CPU, 8, 4, "1"), (CPU, 2, 2, "2"), (GPU, 5, 5, "1")):
         run(folder, *"01234", device=device, at_once=at_once)
@@ -136,10 +137,10 @@ def test_a_failure_stops_only_what_needs_it(folder: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_a_signal_ends_all_children_once(folder: Path, number: signal.Signals, code: int) -> None:
     act(folder, all="hang")
-    source = "import sys, torch; from pathlib import Path; from dmcp.cli import prune\n"
-    source += "prune.COMMAND = (sys.executable, '-S', sys.argv[1])\n"
-    source += "commands = [prune.Command(it, (it,)) for it in 'abc']\n"
-    source += "prune.run_side_by_side(commands, Path(sys.argv[2]), torch.device('cuda'), at_once=2)"
+    source = "import sys, torch; from pathlib import Path; from dmcp.cli import processes\n"
+    source += "processes.COMMAND = (sys.executable, '-S', sys.argv[1])\n"
+    source += "commands = [processes.Command(it, (it,)) for it in 'abc']\n"
+    source += "processes.run_side_by_side(commands, Path(sys.argv[2]), torch.device('cuda'), at_once=2)"
     started = [sys.executable, "-c", source, folder.parent / "child.py", folder]
     with subprocess.Popen(started, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(calls(folder)) == 2)
@@ -163,7 +164,7 @@ def test_each_seed_is_a_run_and_only_those_that_are_left_go_on(
         done.extend(it.words for it in commands)
         return {it.name: f"exit code {code}" for it in commands if (code := typed(*it.words))}
 
-    monkeypatch.setattr(prune, "run_side_by_side", run_here)
+    monkeypatch.setattr(seeds, "run_side_by_side", run_here)
     words = ("prune", "--model", "digits:resnet", "--data", "digits", "--device", "cpu", "--batch", "708", "--quiet")
     words += ("--search-epochs", "2", "--epochs", "1", "--seed", "3", "--seeds", "2", "--out", str(tmp_path), "--json")
     assert typed(*words) == 0

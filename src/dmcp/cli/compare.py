@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dmcp.cli import prune, session
 from dmcp.cli.config import Request, needs_typing
-from dmcp.cli.session import Job, place_of
+from dmcp.cli.forecast import print_chosen
+from dmcp.cli.job import CHILD, Job, open_checked, place_of
+from dmcp.cli.output import log, print_json
+from dmcp.cli.processes import Command, run_side_by_side
+from dmcp.cli.session import session
 from dmcp.compare import protocol
 from dmcp.compare.methods import METHODS, title
 from dmcp.compare.protocol import BOUNDS, PLANS, Comparison, PlannedRun, Protocol, Subject
@@ -35,7 +38,7 @@ def gather(folder: Path, as_json: bool) -> None:
     """dmcp compare --gather."""
     data = write_table(folder)
     if as_json:
-        session.print_json({"folder": str(folder), **data})
+        print_json({"folder": str(folder), **data})
     else:
         print(f"{(folder / PAGE).read_text()}\n{folder}")
 
@@ -47,7 +50,7 @@ def compare(config: RunConfig, request: Request) -> None:
     # Network and data are opened on the CPU: only the processes of the runs use the device.
     typed = {**request.typed, "epochs": request.more["epochs"]}
     opened = replace(config, device="cpu", holdout=request.more["holdout"], method="", retrain=Retrain.SCRATCH)
-    job = session.open_checked(opened, typed)
+    job = open_checked(opened, typed)
     comparison = _read_comparison(replace(job.config, device=config.device), request, job)
     runs = protocol.plan(comparison, subject_of(job))
 
@@ -62,7 +65,7 @@ def compare(config: RunConfig, request: Request) -> None:
     with Lock(folder):
         left = protocol.begin(runs, folder)
         Run(folder).add(COMMANDS, {"command": shlex.join(["dmcp", *sys.argv[1:]]), "time": time.strftime("%F %T")})
-        failures = prune.run_side_by_side(
+        failures = run_side_by_side(
             _commands(left, folder),
             folder / _OUTPUT,
             device,
@@ -76,7 +79,7 @@ def compare(config: RunConfig, request: Request) -> None:
         raise DmcpError(f"{len(failures)} runs failed, the same command starts only them again: {_listed(failures)}")
 
 
-def _commands(runs: Sequence[PlannedRun], folder: Path) -> list[prune.Command]:
+def _commands(runs: Sequence[PlannedRun], folder: Path) -> list[Command]:
     """The command of each run, which waits for the run whose network it starts from, unless that is done already."""
     names = {run.name for run in runs}
     debug = ("--debug",) if "--debug" in sys.argv else ()
@@ -84,7 +87,7 @@ def _commands(runs: Sequence[PlannedRun], folder: Path) -> list[prune.Command]:
     for run in runs:
         words = ("compare-run", str(folder / PLANS / f"{run.name}.json"), str(folder / run.name), *debug)
         after = (run.uses,) if run.uses in names else ()
-        commands.append(prune.Command(run.name, words, after))
+        commands.append(Command(run.name, words, after))
     return commands
 
 
@@ -99,12 +102,12 @@ def _listed(failures: dict[str, str]) -> str:
 def compare_run(path: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison, by its plan."""
     planned = protocol.read_plan(path)
-    if session.CHILD not in os.environ and needs_typing(replace(planned.protocol.config, method=planned.method)):
+    if CHILD not in os.environ and needs_typing(replace(planned.protocol.config, method=planned.method)):
         raise FileError(f"{path}: this run needs code that is not a library's: start it with dmcp compare.")
 
     # When dmcp compare is killed, its processes may live on.
     if is_locked(folder):
-        session.log("Another process, whose dmcp compare was killed, is doing this run. Waiting for it.")
+        log("Another process, whose dmcp compare was killed, is doing this run. Waiting for it.")
     while is_locked(folder):
         time.sleep(1)
     if protocol.is_done(folder):
@@ -120,7 +123,7 @@ def compare_run(path: Path, folder: Path) -> None:
         return replace(job, config=planned.config_with_search(subject_of(job)))
 
     try:
-        with session.session(config, request, complete) as here:
+        with session(config, request, complete) as here:
             OneRun(planned, subject_of(here.job), Run(folder), here.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
@@ -185,11 +188,11 @@ def _list_planned(runs: Sequence[PlannedRun], folder: Path, job: Job, as_json: b
     states = [_state(folder / run.name) for run in runs]
     rows = [{"run": run.name, "state": state, "uses": run.uses} for run, state in zip(runs, states, strict=True)]
     if as_json:
-        session.print_json({"folder": str(folder), "chosen": job.reasons, "runs": rows})
+        print_json({"folder": str(folder), "chosen": job.reasons, "runs": rows})
     else:
         print(table([["run", "state", "starts from"], *([*row.values()] for row in rows)]))
         print(f"{states.count('done')} of {len(rows)} runs are done in {folder}.")
-        prune.print_chosen(job)
+        print_chosen(job)
     protocol.check_begun(runs, folder)
 
 

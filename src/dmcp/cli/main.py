@@ -22,15 +22,15 @@ from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, RuntimeKi
 
 _CODES = """\b
 Exit codes:
-  0    done
-  1    a bug in dmcp: please report it
-  2    a mistake in what was asked for, told in one sentence on stderr
-  3    stopped as asked; the command that goes on is on stderr
-  75   lost another rank: the same command, with --resume, goes on
+  0    success
+  1    a bug in dmcp; please report it
+  2    a mistake in the command, the files or the settings; stderr has one sentence about it
+  3    stopped as requested; stderr has the command that resumes the run
+  75   lost another rank; the same command with --resume continues
   130  interrupted by Ctrl-C
-  141  the reader of the output has gone, as head does
-Results are on stdout, all else is on stderr."""
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which newer typers have a copy of
+  141  the reader of the output, such as head, closed the pipe
+Results are printed to stdout, everything else to stderr."""
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click; newer versions of typer bring a copy of it
 _EXIT: dict[type[BaseException], int] = {  # the first that fits; all else is a bug
     StoppedError: 3,
     RankError: 75,
@@ -51,18 +51,14 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=
 
 def main() -> None:
     """Run the command; what is wrong with the input is one sentence on stderr and exit code 2."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-    for number in _ENDING:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _end)
+    _handle_signals()
     if sys.stdout and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     debug = "--debug" in sys.argv  # at any place
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
             code = app(prog_name="dmcp", standalone_mode=False)
         if sys.stdout:
             sys.stdout.flush()
@@ -70,15 +66,15 @@ def main() -> None:
         signal.signal(error.number, signal.SIG_DFL)
         os.kill(os.getpid(), error.number)
     except BaseException as error:
-        # typer ends with SystemExit where a reader has gone
-        cause = error.__context__ if isinstance(error, SystemExit) else error
-        if type(cause).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(cause):  # torch's, of GPU and CPU
-            cause = MemoryError().with_traceback(error.__traceback__)
-        code = next((code for kind, code in _EXIT.items() if isinstance(cause, kind)), None)
+        cause = _cause_of(error)
+        code = _exit_code(cause)
         if code is None or cause is None:
             raise
         _tell(cause, code, debug)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+# signals
 
 
 class _EndedError(BaseException):
@@ -89,6 +85,15 @@ class _EndedError(BaseException):
         self.number = number
 
 
+def _handle_signals() -> None:
+    """Let signals end the command in good order, unless somebody else handles them already."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    for number in _ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+
+
 def _end(number: int, _: object) -> NoReturn:
     """Leave all blocks, which remove their unfinished files, before the process is ended by the signal."""
     signal.signal(number, signal.SIG_IGN)
@@ -96,38 +101,77 @@ def _end(number: int, _: object) -> NoReturn:
 
 
 def _interrupt(*_: object) -> NoReturn:
-    """Obey Ctrl-C, once: no other one interrupts what is then put in order."""
+    """Obey the first Ctrl-C, and ignore others while the command cleans up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
+# errors
+
+
+def _cause_of(error: BaseException) -> BaseException | None:
+    """The error that ended the command."""
+    if isinstance(error, SystemExit):  # typer's, where the reader of the output has gone
+        return error.__context__
+    if _is_out_of_memory(error):
+        return MemoryError().with_traceback(error.__traceback__)
+    return error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch found no memory, on a GPU or on the CPU."""
+    torch = sys.modules.get("torch")  # imported only if the command needed it
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # For the CPU torch has no class of error: its allocator raises a RuntimeError, whose text alone names it.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _exit_code(error: BaseException | None) -> int | None:
+    """The code of the first class that the error is of; None if it is none of them."""
+    for kind, code in _EXIT.items():
+        if isinstance(error, kind):
+            return code
+    return None
+
+
 def _tell(error: BaseException, code: int, debug: bool) -> None:
     """Say in one line what went wrong."""
-    if code == _EXIT[BrokenPipeError]:  # else Python complains, when it ends, of what nobody could be given
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if code == _EXIT[BrokenPipeError]:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains about unwritten output when it ends
     if code in (_EXIT[BrokenPipeError], _EXIT[KeyboardInterrupt]):
         return
     if debug or code == _EXIT[Exception]:
         traceback.print_exception(error)
-    sentence = str(error)
+    sentence = " ".join(_sentence(error, code).splitlines())
+    letters = [letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in sentence]
+    print(f"dmcp: {''.join(letters)}", file=sys.stderr)
+
+
+def _sentence(error: BaseException, code: int) -> str:
+    """What went wrong, for the person who typed the command."""
     if isinstance(error, _UsageError):
-        text, ctx = error.format_message().rstrip("."), error.ctx  # type: ignore[attr-defined]
-        sentence = text if text.endswith("?") else f"{text}; see {ctx.command_path if ctx else 'dmcp'} --help."
-    elif isinstance(error, OSError) and not isinstance(error, DmcpError):  # a full disk, a folder nobody may read
-        sentence = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror or error}."
-    elif isinstance(error, MemoryError):
-        sentence = "out of memory: try a smaller --batch."
-    elif code == _EXIT[Exception]:
-        sentence = f"this is a bug, please report it with the lines above ({type(error).__name__})."
-    line = "".join(it if it.isprintable() else "\N{REPLACEMENT CHARACTER}" for it in " ".join(sentence.splitlines()))
-    print(f"dmcp: {line}", file=sys.stderr)
+        context = error.ctx  # type: ignore[attr-defined]
+        command = context.command_path if context else "dmcp"
+        return f"{error.format_message()} (See {command} --help.)"  # type: ignore[attr-defined]
+    if isinstance(error, OSError) and not isinstance(error, DmcpError):  # a full disk, a folder nobody may read
+        reason = error.strerror or str(error)
+        return f"{error.filename}: {reason}." if error.filename else f"{reason}."
+    if isinstance(error, MemoryError):
+        return "out of memory: try a smaller --batch."
+    if code == _EXIT[Exception]:
+        return f"this is a bug, please report it with the lines above ({type(error).__name__})."
+    return str(error)
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-    """Of ours the sentence alone: a person at the command line has no use for the line of the code."""
-    ours = category.__module__.partition(".")[0] == "dmcp"
-    text = f"{message}\n" if ours else warnings.formatwarning(message, category, *place[:2])
+def _show_warning(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> None:
+    """Print our own warnings as a sentence only: where they are in the code is of no use at the command line."""
+    is_ours = category.__module__.partition(".")[0] == "dmcp"
+    text = f"{message}\n" if is_ours else warnings.formatwarning(message, category, file, line)
     print(text, end="", file=sys.stderr)
+
+
+# words that several commands share
 
 
 def is_launched() -> bool:
@@ -141,7 +185,7 @@ def is_first() -> bool:
 
 
 def _late(module: str) -> Any:
-    """A module of commands, which imports torch."""
+    """Import a module of commands now: it imports torch."""
     return importlib.import_module(f"dmcp.cli.{module}")
 
 
@@ -157,18 +201,18 @@ Input = Annotated[str, typer.Option(help=_help("input"))]
 Device = Annotated[str, typer.Option(help=_help("device"))]
 Workers = Annotated[int | None, typer.Option(min=1, max=1024, help=_help("workers"))]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help=_help("seed"))]
-_TYPED_AGAIN = "Network of the run, typed again: needed if building it runs your own code or fetches weights."
+_TYPED_AGAIN = "Network of the run. Needed again if building it runs your own code or downloads weights."
 RunModel = Annotated[str, typer.Option(help=_TYPED_AGAIN, autocompletion=complete_model)]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress, only the result.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @app.callback(invoke_without_command=True)
 def _common(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code a mistake was found.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Channel pruning for any PyTorch CNN.
 
@@ -188,7 +232,7 @@ def _common(
 @app.command(cls=Grouped)
 @takes_settings
 def prune(request: Request) -> None:
-    """Search the widths of a network inside a budget, cut it, train it, test it.
+    """Prune a network: search its widths within a budget, cut it, train it and test it.
 
     \b
     Examples:
@@ -201,20 +245,23 @@ def prune(request: Request) -> None:
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
     if request.seeds > 1 and request.resume:
-        raise DmcpError("--seeds with --resume: to go on with several seeds, give the command that began them again.")
+        raise DmcpError("--seeds cannot be used with --resume: type the command that began the seeds again.")
     if request.seeds > 1 and is_launched():
-        raise DmcpError("--seeds starts a process for each seed by itself: leave torchrun out.")
+        raise DmcpError("--seeds starts a process for each seed: leave torchrun out.")
     config = make_config(request)
-    if not request.dry_run:
-        (_late("prune").prune_seeds if request.seeds > 1 else _late("prune").prune)(config, request)
-    elif is_first():
-        _late("prune").dry_run(config, request)
+    if request.dry_run:
+        if is_first():
+            _late("forecast").dry_run(config, request)
+    elif request.seeds > 1:
+        _late("seeds").prune_seeds(config, request)
+    else:
+        _late("prune").prune(config, request)
 
 
 @app.command(cls=Grouped)
 @takes_settings
 def search(request: Request) -> None:
-    """Search only: the run keeps the alphas, the expected widths, and the network cut with the searched weights.
+    """Search only. The run holds the alphas, the expected widths, and the network cut with the searched weights.
 
     \b
     Examples:
@@ -228,7 +275,7 @@ def search(request: Request) -> None:
 @app.command(cls=Grouped)
 @takes_settings
 def train(request: Request) -> None:
-    """Train a network with given widths, or unpruned, and test it.
+    """Train and test a network, unpruned or with given widths.
 
     \b
     Examples:
@@ -248,7 +295,7 @@ def inspect(
     inexact: Annotated[bool, typer.Option("--inexact", help=_help("inexact"))] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what can be pruned in a network, what is tied together, and what is unprunable and why.
+    """Show what can be pruned in a network, which layers are tied together, and what is unprunable and why.
 
     \b
     Examples:
@@ -256,22 +303,23 @@ def inspect(
       dmcp inspect timm:convnext_tiny --input 3x128x128 --inexact
       dmcp inspect mypackage.nets:build --ignore head --json
     """
-    args, kept = tuple(model_args or ()), tuple(ignore or ())
-    config = RunConfig(model=model, input=input, model_args=args, ignore=kept, inexact=inexact)
+    config = RunConfig(
+        model=model, input=input, model_args=tuple(model_args or ()), ignore=tuple(ignore or ()), inexact=inexact
+    )
     _late("show").inspect(config, as_json)
 
 
 @app.command(cls=Grouped)
 def sample(
     run: RunFolder,
-    direct: Annotated[int, typer.Option(min=0, max=10_000, help="So many different samples; 0: expected widths.")] = 0,
-    budget: Annotated[str, typer.Option(help="Another budget than the search's, to which widths are scaled.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder for the files; default: the run.")] = None,
+    direct: Annotated[int, typer.Option(min=0, max=10_000, help="Number of samples; 0: expected widths.")] = 0,
+    budget: Annotated[str, typer.Option(help="Budget to scale the widths to. Default: the search's.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for the files. Default: the run.")] = None,
     seed: Seed = 0,
     model: RunModel = "",
     as_json: AsJson = False,
 ) -> None:
-    """Widths of a search, inside its budget: the expected ones, or samples (each a file for dmcp train).
+    """Write widths found by a search, inside its budget: the expected ones, or samples, each a file for dmcp train.
 
     \b
     Examples:
@@ -285,8 +333,8 @@ def sample(
 @app.command()
 def evaluate(
     run: RunFolder,
-    data: Annotated[str, typer.Option(help="Other data than the run's.")] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch; default: as in the run.")] = None,
+    data: Annotated[str, typer.Option(help="Data set to test on. Default: that of the run.")] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size. Default: that of the run.")] = None,
     device: Device = "",
     workers: Workers = None,
     corrupt: Annotated[Corrupt, typer.Option(help=_help("corrupt"))] = Corrupt.STOP,
@@ -300,8 +348,11 @@ def evaluate(
       dmcp evaluate runs/resnet18-photos-prune
       dmcp evaluate runs/resnet18-photos-prune --data ~/other-photos --device cpu --json
     """
-    changes = {"device": device, "workers": workers, "corrupt": corrupt}
-    changes |= {name: value for name, value in (("data", data), ("batch", batch)) if value}
+    changes: dict[str, Any] = {"device": device, "workers": workers, "corrupt": corrupt}
+    if data:
+        changes["data"] = data
+    if batch:
+        changes["batch"] = batch
     _late("show").evaluate(run, changes, model, as_json)
 
 
@@ -311,9 +362,9 @@ def data(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look at data as the other commands read them: classes, sizes, broken files, test images that are trained on.
+    """Check a data set: its classes, image sizes, broken files, and images that are in both sets.
 
-    Every image file is decoded. Exit code 2 if there is something that other commands refuse.
+    Every image file is decoded. The exit code is 2 if the other commands would refuse the data.
 
     \b
     Examples:
@@ -326,10 +377,13 @@ def data(
 @app.command()
 def latency(
     model: Annotated[str, typer.Option(help=_help("model"), autocompletion=complete_model)],
-    out: Annotated[str, typer.Option(help="File of the table, for dmcp prune --latency; default: only printed.")] = "",
-    data: Annotated[str, typer.Option(help="Data of the run that it is for, which say --input and --classes.")] = "",
+    out: Annotated[
+        str,
+        typer.Option(help="File for the table. Default: only printed."),
+    ] = "",
+    data: Annotated[str, typer.Option(help="Data set of the later run; it determines --input and --classes.")] = "",
     input: Input = "",
-    classes: Annotated[int | None, typer.Option(min=1, help="Of the data; default: the builder's.")] = None,
+    classes: Annotated[int | None, typer.Option(min=1, help="Number of classes. Default: the builder's.")] = None,
     model_args: ModelArgs = None,
     ignore: Ignore = None,
     batch: Annotated[int, typer.Option(help=_help("batch", LatencyConfig))] = LatencyConfig.batch,
@@ -339,30 +393,36 @@ def latency(
     runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how long networks cut out of a model take here, and how well others can be forecast.
+    """Measure the latency of networks cut out of a model, and how well it predicts that of others.
 
     \b
     Examples:
       dmcp latency --model digits:resnet --out latency.json
       dmcp latency --model resnet18 --data ~/photos --runtime onnx
     """
-    args, kept = tuple(model_args or ()), tuple(ignore or ())
-    what = RunConfig(model=model, model_args=args, ignore=kept, data=data, input=input, device=device)
-    where = device if runtime is RuntimeKind.ONNX else ""  # else where the network is
-    how = LatencyConfig(batch=batch, device=where, dtype=dtype, runtime=runtime, networks=networks)
-    _late("show").latency(what, classes, how, out, as_json)
+    config = RunConfig(
+        model=model,
+        model_args=tuple(model_args or ()),
+        ignore=tuple(ignore or ()),
+        data=data,
+        input=input,
+        device=device,
+    )
+    timed_on = device if runtime is RuntimeKind.ONNX else ""  # else on the device of the network
+    settings = LatencyConfig(batch=batch, device=timed_on, dtype=dtype, runtime=runtime, networks=networks)
+    _late("show").latency(config, classes, settings, out, as_json)
 
 
 @app.command()
 def export(
     run: RunFolder,
-    out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file; default: model.onnx in the run.")] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="8 bits; default: model.int8.onnx in the run.")] = False,
+    out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file. Default: model.onnx in the run.")] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="Quantize to 8 bits (model.int8.onnx).")] = False,
     model: RunModel = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the network of a run as a file that runs elsewhere, once it is known to do the same.
+    """Export the network of a run, and check that the file computes the same.
 
     \b
     Examples:
@@ -376,10 +436,10 @@ def export(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that holds run folders.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with run folders.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """List the runs in a folder, oldest first: state, budget, accuracy, MACs as a share of the unpruned network.
+    """List the runs in a folder, oldest first, with state, budget, accuracy and the share of MACs that is left.
 
     \b
     Examples:
@@ -391,10 +451,10 @@ def runs(
 
 @app.command()
 def report(
-    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that hold some.")],
-    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("report.html"),
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Make one HTML page about some runs, which needs no network and no other file.
+    """Make one self-contained HTML page about runs.
 
     \b
     Examples:
@@ -409,7 +469,7 @@ def report(
 def compare(request: Request) -> None:
     """Compare pruning methods under one protocol: the same data, split, recipe and budgets, several seeds.
 
-    Each method at each budget with each seed is a run folder; the same command started again goes on where it was.
+    Each method, budget and seed is a run folder. The same command, started again, continues where it stopped.
 
     \b
     Examples:
@@ -418,15 +478,14 @@ def compare(request: Request) -> None:
       dmcp compare --gather runs/table
     """
     if is_launched():
-        raise DmcpError("dmcp compare starts a process for each run by itself: leave torchrun out.")
-    config = None if request.more["gather"] else make_config(request)
-    if config is None:
+        raise DmcpError("dmcp compare starts a process for each run: leave torchrun out.")
+    if request.more["gather"]:
         _late("compare").gather(Path(request.more["gather"]), request.as_json)
     else:
-        _late("compare").compare(config, request)
+        _late("compare").compare(make_config(request), request)
 
 
 @app.command(hidden=True)
 def compare_run(settings: Path, folder: Path) -> None:
-    """Do one run of a comparison; dmcp compare starts these."""
+    """Do one run of a comparison. Started by dmcp compare."""
     _late("compare").compare_run(settings, folder)

@@ -14,9 +14,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dmcp.cli import session
 from dmcp.cli.config import check_typed, read_config
-from dmcp.cli.session import build, log, print_json, result_facts, trace_job
+from dmcp.cli.job import build, open_job, place_of, sample_shape, sized, trace_job
+from dmcp.cli.output import (
+    cost_facts,
+    describe_costs,
+    describe_network,
+    describe_replaced,
+    log,
+    print_json,
+    result_facts,
+)
+from dmcp.cli.session import check_data_is_here
 from dmcp.data.datasets import check_data, split
 from dmcp.data.datasets import load as load_data
 from dmcp.data.loaders import make_loader
@@ -24,7 +33,6 @@ from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.exporting import export as exporting
 from dmcp.exporting.latency import measure_latency
 from dmcp.exporting.timing import time_files
-from dmcp.report.figures import amount
 from dmcp.report.html import make_page, percent
 from dmcp.results import measure_networks, results_table, score
 from dmcp.runs.config import RunConfig
@@ -40,7 +48,7 @@ from dmcp.searching import sampling
 from dmcp.settings import LatencyConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.loop import evaluate as accuracy_of
-from dmcp.units import by, counted, show_bytes, table
+from dmcp.units import by, counted, table
 
 _BATCH = 64  # of images whose ranges and accuracy 8 bits need
 _LISTED = 20  # lines of each list about data
@@ -66,31 +74,14 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def inspect(config: RunConfig, as_json: bool) -> None:
+    """dmcp inspect."""
     net = build(config, None)
-    sample, *_ = session.sample_shape(config, net)
+    sample, *_ = sample_shape(config, net)
     graph = trace_job(config, net, sample)
     if as_json:
         print_json({"model": config.model} | graph.to_json())
         return
-    alike: dict[tuple[int, str], list[str]] = {}
-    for kept in graph.unprunable:
-        alike.setdefault((kept.size, kept.reason), []).append(kept.name)
-    macs, params = graph.macs(), graph.params()
-    print(f"{config.model}, one sample of {by(sample)}")
-    print(f"{amount('macs', macs)} MACs ({macs:,}), {amount('params', params)} params ({params:,})")
-    print(f"{show_bytes(graph.memory())} of activations at once, when {graph.memory_at() or 'the model'} runs")
-    print(f"{len(graph.spaces)} spaces; {graph.prunable_share:.1%} of the MACs are in layers that read or write one")
-    print("\nSpaces: channels that are kept or dropped together, and the MACs in layers on them")
-    spaces = [(it.name, str(it.size), ", ".join(it.writers), f"{graph.space_share(it):.1%}") for it in graph.spaces]
-    _print_table(("space", "size", "layers tied to it", "MACs"), spaces)
-    if alike:
-        print("\nUnprunable channels")
-        rows = [(", ".join(names), str(size), reason) for (size, reason), names in alike.items()]
-        _print_table(("layers", "size", "why"), rows)
-    for op, times in graph.unknown.items():
-        print(f"\nNo rule for {op} (called {times} times): what it touches is unprunable.")
-    for note in graph.notes:
-        print(f"\nNote: {note}")
+    print(describe_network(config.model, sample, graph))
 
 
 def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str, as_json: bool) -> None:
@@ -102,10 +93,10 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
         raise DmcpError("--classes: the data say how many there are: leave it out.")
     data = load_data(config.data) if config.data else None
     net = build(config, data.classes if data else classes)
-    sample, *_ = session.sample_shape(config, net, data)
+    sample, *_ = sample_shape(config, net, data)
     if data:
-        session.sized(data, config.data, sample)  # refuses what they cannot have
-    graph, net = trace_job(config, net, sample), net.to(session.place_of(config))
+        sized(data, config.data, sample)  # refuses what they cannot have
+    graph, net = trace_job(config, net, sample), net.to(place_of(config))
     example = torch.randn(1, *sample, generator=generator(0))
     found = measure_latency(net, example, graph, how)
     if out:
@@ -120,6 +111,7 @@ def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str
 
 
 def data(name: str, quiet: bool, as_json: bool) -> None:
+    """dmcp data."""
     loaded = load_data(name, strict=False)
     count = len(loaded.train) + len(loaded.test)
     with progress.showing(False if quiet or as_json else None, lines=True), progress.phase("files", count) as read:
@@ -127,28 +119,39 @@ def data(name: str, quiet: bool, as_json: bool) -> None:
     if as_json:
         print_json({"data": name} | facts)
     else:
-        for line in _lines(name, facts):
+        for line in _describe_data(name, facts):
             print(make_printable(line))
+    if facts["in_both"]:
+        log(
+            f"{len(facts['in_both']):,} of {counted(facts['test']['images'], 'test image')} are training images, too, "
+            "which makes the accuracy look better than it is: remove them from one of the sets."
+        )
     if facts["broken"]:
-        some = f"{len(facts['broken'])} of {counted(count, 'image file')}"
-        raise DataError(f"{some} cannot be read: repair or remove them, or skip them with --corrupt skip.")
+        raise DataError(
+            f"{len(facts['broken'])} of {counted(count, 'image file')} cannot be read: "
+            "repair or remove them, or skip them with --corrupt skip."
+        )
     if not facts["well"]:
-        raise DataError(f"{name}: two classes at least are needed, each with images in both train/ and val/.")
+        raise DataError(f"{name}: at least two classes are needed, each with images in both train/ and val/.")
 
 
-def _lines(name: str, facts: dict[str, Any]) -> Iterator[str]:
+def _describe_data(name: str, facts: dict[str, Any]) -> Iterator[str]:
+    """Lines about a data set."""
     yield f"{name}: {facts['classes']} class{'' if facts['classes'] == 1 else 'es'}"
-    for word, part in (("training image", facts["train"]), ("test image", facts["test"])):
-        yield f"{counted(part['images'], word)}: {part['from']}"
+    yield f"{counted(facts['train']['images'], 'training image')}: {facts['train']['from']}"
+    yield f"{counted(facts['test']['images'], 'test image')}: {facts['test']['from']}"
     if facts["sizes"]:
-        yield f"height x width: {', '.join(f'{word} {by(size)}' for word, size in facts['sizes'].items())}"
+        sizes = ", ".join(f"{word} {by(size)}" for word, size in facts["sizes"].items())
+        yield f"height x width: {sizes}"
     lists = {
         "Classes without images": facts["wrong_classes"],
-        "Files that cannot be read": [f"{it['file']}: {it['reason']}" for it in facts["broken"]],
+        "Files that cannot be read": [f"{broken['file']}: {broken['reason']}" for broken in facts["broken"]],
+        "Images in both sets": [f"{pair['train']} = {pair['test']}" for pair in facts["in_both"]],
     }
     for title, entries in lists.items():
         yield f"{title}: {len(entries) or 'none'}"
-        yield from (f"  {entry}" for entry in entries[:_LISTED])
+        for entry in entries[:_LISTED]:
+            yield f"  {entry}"
         if len(entries) > _LISTED:
             yield f"  and {len(entries) - _LISTED:,} more: --json lists all"
 
@@ -215,10 +218,10 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, model: str
     for path, widths in files.items():
         Run(out).write(path.name, widths.to_json())
     if as_json:
-        print_json([{"file": str(path)} | session.cost_facts(graph, widths) for path, widths in files.items()])
+        print_json([{"file": str(path)} | cost_facts(graph, widths) for path, widths in files.items()])
         return
     for path, widths in files.items():
-        print(f"{path}: {session.describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
+        print(f"{path}: {describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
 
 
 def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -> None:
@@ -226,13 +229,13 @@ def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -
     _, config = _read_done(run, WIDTHS, model)
     same_data = changes.get("data", config.data) == config.data
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
-    session.check_data_is_here(run, config)
-    job = session.open_job(config)
+    check_data_is_here(run, config)
+    job = open_job(config)
     small = load(run, job.fresh)
     kept = {run.name: read_widths(run / WIDTHS, job.graph)}
     with progress.showing(False if as_json else None):
         rows = measure_networks({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
-    log(*session.describe_replaced(job.replaced))
+    log(*describe_replaced(job.replaced))
     row, recorded = rows[0], read_run(run, _TAIL).result if same_data else None
     if recorded and (recorded.samples, recorded.params, recorded.score) != (row.samples, row.params, row.score):
         recorded = None
@@ -255,7 +258,7 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
     if int8 and out.suffix != exporting.ONNX:
         raise FileError(f"{out}: only {exporting.ONNX} files can have 8 bits.")
     if int8:
-        session.check_data_is_here(run, config)
+        check_data_is_here(run, config)
         ranges, test = _images(config)
     small, widths = load(run, fresh), read_widths(run / WIDTHS, graph)
     how, example = read_json(run / INPUT), torch.zeros(1, *shape)
@@ -302,7 +305,7 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
 
 def _images(config: RunConfig) -> tuple[Loader, Loader]:
     """Some training images, as they are when they are tested, always the same; and all test images."""
-    job = session.open_job(replace(config, device="cpu", weights="", teacher="", teacher_model=""))
+    job = open_job(replace(config, device="cpu", weights="", teacher="", teacher_model=""))
     train, count = job.data.train, len(job.data.train)
     some = train if count <= 2 * exporting.SAMPLES else split(train, exporting.SAMPLES / count)[1]
     how: dict[str, Any] = {"workers": config.workers, "corrupt": config.corrupt}

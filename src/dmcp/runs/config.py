@@ -178,7 +178,9 @@ class RunConfig:
     save_minutes: float = setting(
         5.0, "Minutes between two checkpoints; whichever of steps and minutes comes first counts.", 0, commands=RUNS
     )
-    track: tuple[str, ...] = setting((), "Also send the curves to tensorboard or wandb; repeatable.", commands=RUNS)
+    track: tuple[str, ...] = setting(
+        (), "Also send the curves to tensorboard or wandb; repeatable.", commands=RUNS, fixed=False
+    )
 
     def __post_init__(self) -> None:
         settings.check(self, DmcpError)

@@ -1,0 +1,217 @@
+"""dmcp prune --dry-run: what a run would do, and how long it would take."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from dmcp.budgets import Budget, show_cost
+from dmcp.cli.config import Request
+from dmcp.cli.job import Job, open_checked, with_checked_budgets
+from dmcp.cli.output import describe_costs, describe_network, log, plain_costs, print_json
+from dmcp.cutting import cut
+from dmcp.data.loaders import CHUNK, with_batch_size
+from dmcp.exporting.timing import synchronize
+from dmcp.feasibility import parse_budgets, reachable
+from dmcp.pruning import PruneJob, phases
+from dmcp.request import check_method
+from dmcp.results import UNIFORM
+from dmcp.retraining import Retraining
+from dmcp.runs.config import RunConfig
+from dmcp.runtime import progress
+from dmcp.runtime.batches import core_count, device_of
+from dmcp.searching.budget import costs
+from dmcp.searching.search import SEARCH
+from dmcp.searching.search import search as run_search
+from dmcp.searching.supernet import Supernet
+from dmcp.settings import AUTO, UNPRUNED, Retrain
+from dmcp.training.loop import Runtime
+from dmcp.training.loop import train as run_training
+from dmcp.units import clock
+
+_SLOW = 5.0  # seconds of a step that need not be measured again
+_STEPS = 4  # of each kind that a forecast measures
+_MEASURED = 2**21  # numbers in a batch that a forecast measures on a CPU: 13 images of 224 px
+
+
+class Stage(NamedTuple):
+    """One part of a run."""
+
+    name: str
+    steps: int
+    seconds: float
+
+
+def dry_run(config: RunConfig, request: Request) -> None:
+    """Show what a run would do and how long it would take, from a few steps of copies."""
+    check_method(config.method)
+    job = with_checked_budgets(open_checked(config, request.typed))
+    config, graph = job.config, job.graph
+    device = device_of(job.model)
+    assert config.search is not None
+    low, high = reachable(graph, config.search)
+    budgets = parse_budgets(job.budgets, graph, low, high)
+
+    images = measured_batch(config.batch, job.data.shape, device)
+    with progress.showing(False if request.quiet or request.as_json else None, lines=True):
+        images_read = min(config.batch, max(images, CHUNK * core_count()))  # so many that no core is idle
+        pace, remedy = loader_pace(with_batch_size(job.loaders.search, images_read), device)
+        pace *= config.batch / images_read
+        stages = forecast(job, budgets, images)
+    stages = _held_back(stages, pace, remedy)
+    steps = sum(stage.steps for stage in stages)
+    seconds = sum(stage.seconds for stage in stages)
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+    if request.as_json:
+        asked = []
+        for budget in budgets.values():
+            asked.append(plain_costs({limit.kind: limit.target for limit in budget.limits}))
+        facts = {
+            "reachable": {"min": plain_costs(costs(graph, low)), "max": plain_costs(costs(graph, high))},
+            "asked": asked,
+            "chosen": job.reasons,
+            "device": device.type,
+            "stages": [stage._asdict() for stage in stages],
+            "steps": steps,
+            "seconds": seconds,
+            "measured_batch": images,
+            "peak_bytes": memory,
+        }
+        print_json(facts)
+        return
+    print(describe_network(config.model, job.data.shape, graph))
+    print(f"\nReachable: from {describe_costs(graph, low)}")
+    print(f"           to   {describe_costs(graph, high)}")
+    for budget in budgets.values():
+        limits = ", ".join(show_cost(limit.kind, limit.target) for limit in budget.limits)
+        print(f"Budget:    at most {limits}")
+    print_chosen(job)
+    print("\nExpected time")
+    for stage in (*stages, Stage("total", steps, seconds)):
+        print(f"  {stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
+    if images < config.batch:
+        print(f"\nThe time was measured with batches of {images:,} images and scaled to {config.batch:,}.")
+    if memory:
+        print(f"\nThe peak memory on the GPU is {memory / 2**30:.1f} GiB.")
+    print("\nNothing was trained, and no run was written.")
+
+
+def print_chosen(job: Job) -> None:
+    """The settings that nobody typed, and why."""
+    if job.reasons:
+        print("\nAutomatic settings")
+    for name, reason in job.reasons.items():
+        print(f"  --{name.replace('_', '-'):<14}{reason}")
+
+
+def _held_back(stages: Sequence[Stage], pace: float, remedy: str) -> list[Stage]:
+    """The stages, none of them faster than the loader reads its batches."""
+    slowed = [stage.name for stage in stages if stage.seconds < pace * stage.steps]
+    if slowed and remedy:
+        log(f"The loader takes {1000 * pace:.0f} ms for a batch, which slows down {', '.join(slowed)}: {remedy}.")
+    return [stage._replace(seconds=max(stage.seconds, pace * stage.steps)) for stage in stages]
+
+
+def loader_pace(loader: Any, device: torch.device) -> tuple[float, str]:
+    """Seconds for a batch of image files, once the loader is under way, and what makes it faster; 0 for arrays."""
+    if not hasattr(loader, "workers"):
+        return 0.0, ""
+    times: list[float] = []
+    for _ in itertools.islice(loader, 2 * _STEPS):
+        synchronize(device)
+        times.append(time.perf_counter())
+    times = times[(len(times) - 1) // 2 :]  # the first ones were made ahead
+    pace = (times[-1] - times[0]) / max(1, len(times) - 1)
+    cores = core_count()
+    if loader.workers < cores:
+        return pace, f"use --workers {cores}"
+    if loader.store:
+        return pace, "it needs more cores"
+    return pace, "scale the files down until a quarter of the memory holds them"
+
+
+def measured_batch(batch: int, sample: Sequence[int], device: torch.device) -> int:
+    """Images in the batches that a forecast measures: on a CPU few, whose memory a whole batch may exhaust.
+
+    There the time of a step is in proportion to its images; on a GPU it is not, and the memory is measured, too.
+    """
+    if device.type != "cpu":
+        return batch
+    return min(batch, max(2, _MEASURED // math.prod(sample)))
+
+
+def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage]:
+    """The stages of a run, from a few steps of copies of the network and of its supernet.
+
+    images: in the batches of these steps, whose time is scaled to the batches of the run.
+    """
+    config, graph = job.config, job.graph
+    search = config.search
+    assert search is not None
+    loader = with_batch_size(job.loaders.search, images)
+    batches = list(itertools.islice(loader, _STEPS))
+    silent = Runtime(progress=False)
+
+    def seconds_per_step(run: Callable[[list[Any]], object]) -> float:
+        """Time of a step of the run: that of several less that of one; the first run of all is slow."""
+        scale = config.batch / images
+        times: list[float] = []
+        for part in (batches[:1], batches[:1], 2 * batches):
+            if len(times) == 2 and times[1] > _SLOW:
+                return scale * times[1]
+            begin = time.perf_counter()
+            run(part)
+            synchronize(device_of(job.model))
+            times.append(time.perf_counter() - begin)
+        return scale * max(0.0, times[2] - times[1]) / (2 * len(batches) - 1)
+
+    def train_unpruned(part: list[Any]) -> None:
+        one_epoch = replace(config.train, epochs=1, warmup_epochs=0)
+        run_training(cut(job.model, graph, graph.full), part, one_epoch, runtime=silent)
+
+    def search_both_stages(part: list[Any]) -> None:
+        one_epoch = replace(search, epochs=1, warmup=0, accumulate=1)
+        run_search(copy.deepcopy(net), part, one_epoch, runtime=silent)
+
+    net = Supernet(job.model, graph, search.groups, search.align)
+    full_step = seconds_per_step(train_unpruned)
+    stages: list[Stage] = []
+    for row in phases(_planned(job, budgets), job.test)[:-1]:  # without the tests
+        seconds = row.steps * row.work * full_step
+        if row.name == SEARCH:  # how long other methods choose is not measured
+            search_step = seconds_per_step(search_both_stages)
+            warmup_steps = row.steps * search.warmup_epochs / search.epochs
+            saved = warmup_steps * min(search_step, full_step / 2)  # the alphas do not move in the warm-up
+            seconds = search.accumulate * (row.steps * search_step - saved)
+        stages.append(Stage(row.name, row.steps, seconds))
+    return stages
+
+
+def _planned(job: Job, budgets: Mapping[str, Budget]) -> PruneJob:
+    """What `prune` would do, as far as it is known before anything has run."""
+    config = job.config
+    assert config.search is not None
+    teacher = job.chosen_teacher
+    if teacher == AUTO:
+        teacher = None
+        if config.retrain in (Retrain.FINETUNE, Retrain.SCRATCH):
+            teacher = job.model if config.weights else UNPRUNED
+    baselines = {UNPRUNED, UNIFORM} if config.baselines else set()
+    return PruneJob(
+        model=job.model,
+        graph=job.graph,
+        budgets=budgets,
+        baselines=frozenset(baselines - {config.method}),
+        method=config.method,
+        search=config.search,
+        retraining=Retraining(config=config.train, kind=config.retrain, teacher=teacher),
+        loaders=job.loaders,
+    )

@@ -1,0 +1,374 @@
+"""Open the network and the data of a run, by the names that a person types."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmcp import models
+from dmcp.budgets import limits_latency
+from dmcp.cli.config import GIVEN, settle
+from dmcp.cli.output import log
+from dmcp.cli.weights import load_weights
+from dmcp.cutting import with_frozen
+from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, split
+from dmcp.data.folders import FolderSet, no_images, some_sizes
+from dmcp.data.loaders import make_loader
+from dmcp.errors import DataError, DmcpError
+from dmcp.exporting.latency import LATENCY_FILE, Latency
+from dmcp.exporting.latency_limit import attach_latency
+from dmcp.feasibility import parse_budgets, reachable, time_networks
+from dmcp.request import Loaders
+from dmcp.runs.config import RunConfig
+from dmcp.runtime.batches import FewBatches, Loader, device_of, generator
+from dmcp.runtime.checkpoint import digest
+from dmcp.runtime.distributed import SINGLE_PROCESS, current
+from dmcp.runtime.engine import best_device
+from dmcp.runtime.progress import phase
+from dmcp.settings import AUTO, UNPRUNED, Corrupt, LatencyConfig, RuntimeKind
+from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.modules import kept_modes
+from dmcp.tracing.trace import trace
+from dmcp.training.losses import check_range, scores_of
+from dmcp.training.preflight import check_classifier, check_forward, classes_of
+from dmcp.units import by, counted
+
+CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
+_LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
+_ENLARGED = 1.5  # times by which images may grow without a note
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Job:
+    """The network of a run, its data, and both known to fit."""
+
+    model: nn.Module
+    fresh: nn.Module  # the same network, never trained but for what is frozen in it
+    graph: ChannelGraph
+    data: DataSets
+    loaders: Loaders
+    test: Loader
+    notes: tuple[str, ...]  # a sentence each, about what the user may not expect
+    teacher: nn.Module | None  # the model itself, or another network for the same classes
+    new_head: bool  # the last layer of a trained model is fresh: the original is not tested
+    config: RunConfig  # all settings; those that nobody typed are chosen for network and data
+    reasons: Mapping[str, str]  # value and reason of each chosen setting, by option
+
+    @property
+    def budgets(self) -> tuple[Any, ...]:
+        """The budgets as they were typed, one at least."""
+        assert self.config.search is not None
+        return self.config.budgets or (self.config.search.budget,)
+
+    @property
+    def chosen_teacher(self) -> nn.Module | str | None:
+        """The teacher as `prune` takes it: a network, "auto", "unpruned" or None."""
+        if self.config.teacher in (AUTO, UNPRUNED):
+            return self.config.teacher
+        return self.teacher
+
+    @property
+    def replaced(self) -> dict[str, list[str]]:
+        """Image files of train and test that could not be read so far, and were replaced by others."""
+        training = _skipped(self.loaders.search) | _skipped(self.loaders.arch) | _skipped(self.loaders.train)
+        return {"train": sorted(training), "test": sorted(_skipped(self.test))}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must stay as it is when a run is resumed: the network, its weights, the data, the teacher."""
+        train, test = self.data.train, self.data.test
+        labels = torch.cat([train.labels, test.labels]).numpy().tobytes()
+        identity: dict[str, Any] = {
+            "fingerprint": self.graph.fingerprint,
+            "macs": self.graph.macs(),
+            "data": {
+                "train": len(train),
+                "test": len(test),
+                "shape": list(self.data.shape),
+                "labels": hashlib.sha256(labels).hexdigest()[:16],
+                "images for training": digest_of(train),
+                "images for the test": digest_of(test),
+            },
+        }
+        if self.config.weights:
+            identity["hash of --weights"] = digest(self.model.state_dict(), SINGLE_PROCESS)
+        if self.teacher is not None:
+            identity["teacher"] = digest(self.teacher.state_dict(), SINGLE_PROCESS)
+        return identity
+
+
+def _skipped(loader: Any) -> set[str]:
+    """Image files that a loader could not read."""
+    return set(getattr(loader, "skipped", ()))
+
+
+def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
+    """Build the network for the data, load its weights, trace it; DmcpError for what does not fit.
+
+    typed: the options of a new run, whose other settings follow network and data; None: all settings are known.
+    """
+    device = place_of(config)
+    notes: list[str] = []
+    reasons: dict[str, str] = {}
+
+    # The network, with fresh weights, and the data that it takes.
+    data = load(config.data)
+    fresh = build(config, data.classes)
+    sample, why_sample, image_size = sample_shape(config, fresh, data)
+    if why_sample:
+        config = replace(config, input=by(sample))
+        reasons["input"] = f"{by(sample)}: {why_sample}"
+    data = sized(data, config.data, sample)
+    check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if image_size else "")
+
+    # The given weights, and the teacher's.
+    model, new_head = fresh, False
+    if config.weights:
+        model = build(config, data.classes)
+        new_head = load_weights(model, Path(config.weights), notes, data.classes)
+        fresh = with_frozen(fresh, model)
+    teacher = _teacher(config, model, data, new_head, notes)
+    graph = trace_job(config, model, data.shape)
+
+    # The settings that nobody typed follow both.
+    train_set, held_out = data.train, None
+    if config.holdout:
+        train_set, held_out = split(data.train, config.holdout, config.seed)
+    if typed is not None:
+        trained = bool(config.weights and not new_head)
+        config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained)
+        reasons |= more_reasons
+    loaders, test = _loaders(config, train_set, held_out, data, device)
+    if image_size:
+        growth = max(new / old for new, old in zip(data.shape[1:], image_size, strict=True))
+        if growth >= _ENLARGED:
+            notes.append(
+                f"The images are about {by(image_size)} and are enlarged to {by(data.shape[1:])}: "
+                f"give --input 3x{by(image_size)} to train at their size."
+            )
+    return Job(
+        model=model.to(device),
+        fresh=fresh.to(device),
+        graph=graph,
+        data=data,
+        loaders=loaders,
+        test=test,
+        notes=(*notes, *graph.notes),
+        teacher=None if teacher is None else teacher.to(device),
+        new_head=new_head,
+        config=config,
+        reasons=reasons,
+    )
+
+
+def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
+    """Open network and data, and say what the user may not expect of them.
+
+    Refused are a network that is no classifier of these images or not finite, and broken test images. A child process
+    does not look at the files and says nothing: its parent did.
+    """
+    job = open_job(config, typed)
+    noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
+    model_args = dict(map(models.argument, config.model_args))
+    check_classifier(job.model, noise, model_args.get("num_classes", job.data.classes))
+    check_forward(job.model, noise)
+    if job.teacher is not None:
+        check_forward(job.teacher, noise, "teacher")
+    if CHILD in os.environ:
+        return job
+    if config.corrupt is not Corrupt.SKIP:
+        _refuse_broken_images(job.data.test)
+    if current().first:
+        log(*dict.fromkeys(job.notes))
+    return job
+
+
+def _refuse_broken_images(test: DataSet) -> None:
+    broken = no_images(test) if isinstance(test, FolderSet) else []
+    if broken:
+        raise DataError(
+            f"{broken[0].file} ({broken[0].reason}), one of {counted(len(broken), 'test image')}, cannot be read: "
+            "repair them, or (but for compare) skip them with --corrupt skip."
+        )
+
+
+def with_checked_budgets(job: Job, folder: str = "") -> Job:
+    """The job with a latency table if a budget needs one; BudgetError for a budget that is out of reach.
+
+    folder: of a run that is resumed, which may hold the table.
+    """
+    config = job.config
+    assert config.search is not None
+    table_file = Path(config.latency) if config.latency else None
+    if folder and (Path(folder) / LATENCY_FILE).exists():
+        table_file = Path(folder) / LATENCY_FILE
+    table = Latency.load(table_file) if table_file else None
+    timed = [budget for budget in job.budgets if limits_latency(budget)]
+    search = replace(config.search, budget=timed[0]) if timed else config.search
+
+    def measure() -> Latency:
+        runtime = config.latency_runtime
+        log(f"Measuring the latency of {LatencyConfig.networks} networks first, in {runtime}.")
+        device = config.latency_device
+        if not device and runtime is not RuntimeKind.ONNX:
+            device = str(place_of(config))
+        settings = LatencyConfig(batch=config.latency_batch, device=device, runtime=runtime)
+        example = torch.randn(1, *job.data.shape, generator=generator(0))
+        measured = time_networks(job.model, example, job.graph, search, settings)
+        log(f"{measured.summary} Measured {len(measured.networks)} networks in {measured.seconds:.0f} s.")
+        return measured
+
+    graph = attach_latency(job.graph, search.budget, measure, table)
+    parse_budgets(job.budgets, graph, *reachable(graph, search))
+    return replace(job, graph=graph)
+
+
+def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = None) -> tuple[Shape, str, Shape]:
+    """Shape of a sample; of one that is chosen here, why, and height and width of the image files, if there are any.
+
+    For image files it is what the network states, their one size, or the usual one.
+    """
+    if config.input:
+        return shape(config.input), "", ()
+    if data is None:
+        return models.sample_shape(model), "the network's own, or usual", ()
+    if isinstance(data.train, ArraySet):
+        return data.train.shape, "", ()
+    sizes = some_sizes(data.train)
+    median = sizes[(len(sizes) - 1) // 2] if sizes else ()
+    chosen = models.sample_shape(model)
+    if len(set(sizes)) == 1 and max(sizes[0]) <= _LARGEST and not models.of_library(config.model):
+        # Colour first; a network that takes no such images may take grey ones.
+        for channels in (3, 1):
+            candidate = models.sample_shape(model, (channels, *sizes[0]))
+            if classes_of(model, torch.zeros(2, *candidate)):
+                chosen = candidate
+                break
+    why = "the size of the images" if chosen[1:] == median else "the network's own, or usual"
+    return chosen, why, median
+
+
+def place_of(config: RunConfig) -> torch.device:
+    """The device that was asked for; of several processes on a machine each has its own GPU."""
+    name = config.device or best_device().type
+    world = current()
+    if name == "cuda" and world.size > 1:
+        name = f"cuda:{world.local}"
+    try:
+        probe = torch.zeros(1, device=name)
+        probe.item()  # on the meta device tensors have no values
+        return probe.device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): write --device cpu.") from None
+
+
+# the network
+
+
+def build(config: RunConfig, classes: int | None) -> nn.Module:
+    """The network with fresh weights that depend on the seed only; the number of classes is the data's."""
+    model = models.rebuild(config.model, config.model_args, classes, config.seed)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise DmcpError(f"{config.model}: built on the meta device, where tensors have no values: build it on the CPU.")
+    return model
+
+
+def trace_job(config: RunConfig, model: nn.Module, sample: Shape) -> ChannelGraph:
+    """The graph of the network for samples of this shape."""
+    with phase("trace", 1) as done:
+        graph = trace(model, torch.zeros(2, *sample), ignore=config.ignore, exact=not config.inexact)
+        done(1)
+    return graph
+
+
+def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool, notes: list[str]) -> nn.Module | None:
+    """The network that others learn from, if it is trained already."""
+    if config.teacher in ("", AUTO, UNPRUNED):
+        return None
+    if config.teacher == GIVEN:
+        if new_head:
+            raise DmcpError("--teacher given: --weights are for other classes, so its last layer is not trained yet.")
+        return model
+    if config.teacher_model:
+        config = replace(config, model=config.teacher_model, model_args=config.teacher_model_args)
+    teacher = build(config, data.classes)
+    check_fit(teacher, data, f" ({config.model}, the teacher)")
+    load_weights(teacher, Path(config.teacher), notes)  # no fresh last layer: it has nothing to teach
+    return teacher
+
+
+# the data
+
+
+def shape(text: str) -> Shape:
+    """3x224x224 as numbers."""
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,3}", text):
+        raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
+    return tuple(map(int, text.split("x")))
+
+
+def sized(data: DataSets, name: str, sample: Shape) -> DataSets:
+    """Image files are cropped to this shape; arrays have theirs."""
+    if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
+        if sample != data.shape:
+            raise DataError(f"--input: the images of {name} are {by(data.shape)}: leave it out.")
+        return data
+    if len(sample) != 3 or sample[0] not in (1, 3):
+        raise DataError(f"--input: image files have 3 channels, like 3x240x320, or 1 in grey, not {by(sample)}.")
+    train = replace(data.train, size=sample[1:], channels=sample[0])
+    test = replace(data.test, size=sample[1:], channels=sample[0])
+    return replace(data, train=train, test=test, shape=train.shape)
+
+
+def check_fit(model: nn.Module, data: DataSets, hint: str = "") -> None:
+    """Refuse images and labels that the model cannot take."""
+    example = torch.zeros(2, *data.shape, device=device_of(model))
+    try:
+        with torch.no_grad(), kept_modes(model):
+            scores = scores_of(model.eval()(example))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"The network cannot take images of {by(data.shape)}{hint}: {reason}") from error
+    if scores is not None and scores.ndim >= 2:
+        for part in (data.train, data.test):
+            check_range(part.labels, scores.shape[1])
+
+
+def _loaders(
+    config: RunConfig, train: DataSet, held_out: DataSet | None, data: DataSets, device: torch.device
+) -> tuple[Loaders, Loader]:
+    """The loaders of the search and of the final training, which sees what is held out, too; and the test's."""
+
+    def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
+        is_training_set = part is train or part is data.train
+        return make_loader(
+            part,
+            batch if is_training_set else min(batch, len(part)),
+            shuffled,
+            config.seed,
+            device,
+            workers=config.workers,
+            world=current(),
+            corrupt=config.corrupt,
+        )
+
+    search: Loader = make(train, config.batch, True)
+    few_batches = -(-config.search_images // config.batch)  # a batch of 0 is refused by now
+    sees_few = 0 < few_batches < len(search)
+    if sees_few:
+        search = FewBatches(search, few_batches)
+    arch = None if held_out is None else make(held_out, config.batch, True)
+    final = None
+    if held_out is not None or sees_few or config.train_batch not in (0, config.batch):
+        final = make(data.train, config.train_batch or config.batch, True)
+    return Loaders(search=search, arch=arch, train=final), make(data.test, config.batch, False)
