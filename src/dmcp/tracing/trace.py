@@ -7,7 +7,7 @@ import difflib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from dmcp.arguments import checked
 from dmcp.errors import TraceError
 from dmcp.tracing.cost import Terms, moments, product, total
-from dmcp.tracing.coupling import Call, Coupling, Dims, OpCost, Pass, Rule
+from dmcp.tracing.coupling import Call, Coupling, OpCost, Pass, Rule
 from dmcp.tracing.gates import Fold, plan_folds
 from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
 from dmcp.tracing.layout import Atom, fixed
@@ -40,6 +40,7 @@ from dmcp.tracing.record import (
     Op,
     Recording,
     Ref,
+    Shape,
     check_example,
     meta_example,
     record,
@@ -69,59 +70,55 @@ def trace(
     """Find the channels of a model that must be kept or dropped together. The model is not changed.
 
     example_input: a tensor, a tuple of positional or a dict of keyword arguments; dim 0 of each tensor is the batch.
-    ignore: modules or spaces, by name, whose channels are not pruned.
-    rules: op -> channel rule, `dmcp.RULES` by default; extend with `RULES | {op: rule}`.
-    exact: do not prune what a gated network computes differently from a cut one (channels under LayerNorm).
-    strict: raise on an op without a rule and on values that decide in forward; bind no attribute by its value.
-    verify: run the model, cut and gated, on real numbers, and leave unpruned what makes a difference: code can act
-        otherwise while it is traced. It costs about three forward and backward passes of two samples.
+    ignore: names of modules or spaces whose channels are not pruned.
+    rules: a dict from ops to channel rules, by default `dmcp.RULES`; extend it with `RULES | {op: rule}`.
+    exact: leave channels unpruned where a gated network does not compute what a cut one does (under LayerNorm).
+    strict: raise an error for an op without a rule and where forward branches on values; never conclude from its value
+        that an attribute follows a width.
+    verify: run the model, cut and gated, on real numbers, and leave unpruned whatever makes a difference, because code
+        can behave differently while it is traced. This takes about three forward and backward passes of two samples.
     """
     model = unwrap(model)
-    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
-    recordings, batch, notes = _record_modes(model, example_input)
-    for note in _note_reads(recordings):
-        if strict:
-            raise TraceError(f"With strict=True {note}: choose with torch.where instead.")
-        notes.append(note)
-    coupling = couple(recordings, RULES if rules is None else rules, strict, ignore)
+    names_to_ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     parameters = [name for name, _ in model.named_parameters()]
-    for within in coupling.passes:
-        for read in within.recording.reads:
-            for layout in (layout for value in read.values for layout in within.layouts[value]):
-                coupling.channels.fix(layout, f"its values are read by {read.way} ({read.where})")
-        for op in within.recording.seeded:
-            for layout in (layout for value in op.outs if value is not None for layout in within.layouts[value]):
-                where = f"{op.name} at {op.path or 'the top'}"
-                coupling.channels.fix(layout, f"random numbers seeded in forward go by its size ({where})")
-    mixed = [pair for within in coupling.passes for pair in within.mixed] if exact else []
-    mixed = [(layout, reason) for layout, reason in mixed if coupling.channels.fix(layout, reason)]
+
+    # Record what the model computes, and derive from it which channels belong together.
+    recordings, batch, notes = _record_modes(model, example_input)
+    branches = _describe_branches(recordings)
+    if branches and strict:
+        raise TraceError(f"strict=True does not allow that {branches}. Use torch.where instead of a branch in Python.")
+    if branches:
+        notes.append(branches)
+    coupling = couple(recordings, RULES if rules is None else rules, strict, names_to_ignore)
+
+    # Some channels cannot be pruned, or should not be.
+    _fix_values_in_python(coupling)
+    mixes_channels = exact and _fix_mixed(coupling)
     _fix_unwritten(coupling, parameters)
-    _fix_ignored(coupling, model, parameters, ignore)
+    _fix_ignored(coupling, model, parameters, names_to_ignore)
+
     context = ReplayContext(skeleton(model), example_input, meta_example(batch), coupling)
     resolver = Resolver(context, parameters, bind=not strict)
     while True:
-        # until the narrow models agree, and the gates of every atom have a place
+        # Repeat until narrow models agree with the prediction, and the gates of every atom have a place, ...
         resolver.run()
         with untouched_world("cpu"):
-            hard, soft, stuck = plan_folds(coupling, parameters)
-        for atom, reason in stuck.items():
+            hard, soft, atoms_without_gates = plan_folds(coupling, parameters)
+        for atom, reason in atoms_without_gates.items():
             coupling.channels.fix(((atom,),), reason)
-        if stuck:
+        if atoms_without_gates:
             continue
         if not coupling.atoms(parameters):
-            reasons = "; ".join(f"{item.name}: {item.reason}" for item in _unprunable(coupling)[:3])
-            hint = " With exact=False channels under LayerNorm or weight standardization could be." if mixed else ""
-            nothing = reasons or "no conv or linear layer was seen"
-            raise TraceError(f"Nothing in this model can be pruned. {nothing}.{hint}")
-        graph = _graph(model, context, (hard, soft), notes, exact)
+            raise TraceError(_nothing_to_prune(coupling, mixes_channels))
+        graph = _graph(model, context, hard, soft, notes, exact)
 
-        # and until what is cut computes what was gated
+        # ... and until a cut network computes what the gated one does.
         if not verify or not _can_be_verified(model, graph, example_input):
             return graph
         try:
             unequal, difference = find_unequal(model, graph, example_input)
         except ForwardError as error:
-            raise TraceError(f"{error} Give another example, or verify=False.") from error
+            raise TraceError(f"{error} Use another example input, or verify=False.") from error
         if not unequal:
             return replace(graph, verified=True)
         for space in unequal:
@@ -129,66 +126,118 @@ def trace(
             coupling.channels.fix(((Atom(graph.atom_of(space)),),), reason)
 
 
+def _nothing_to_prune(coupling: Coupling, mixes_channels: bool) -> str:
+    """The message for a model without any space."""
+    reasons = [f"{item.name}: {item.reason}" for item in _unprunable(coupling)[:3]]
+    if not reasons:
+        reasons = ["The trace has seen no convolution and no linear layer"]
+    text = f"Nothing in this model can be pruned. {'; '.join(reasons)}."
+    if mixes_channels:
+        text += " With exact=False, channels under LayerNorm or weight standardization could be pruned."
+    return text
+
+
 def _can_be_verified(model: nn.Module, graph: ChannelGraph, example: Any) -> bool:
-    """Not without data, and not where a gated network is known to compute something else."""
+    """Whether there is data to run on, and the gated network should compute what the cut one does."""
     tensors = (*model.parameters(), *model.buffers(), *tensors_in(example))
     return graph.exact and not any(tensor.is_meta for tensor in tensors)
 
 
+# -- recordings
+
+
 def _record_modes(model: nn.Module, example: Any) -> tuple[list[Recording], Any, list[str]]:
-    """Eval mode and train mode (some layers run in one of them only), with several samples where that works."""
+    """Record eval mode and train mode, as some layers run in one of them only.
+
+    Returns the recordings, the example that was recorded (with several samples where that works), and notes.
+    """
     check_example(example, *model.parameters(), *model.buffers())
-    several, notes = example, list[str]()
-    twin = narrow(model, {}, {}).eval()
-    with contextlib.suppress(Exception), untouched_world("cpu", model), torch.no_grad(), Guard(model):
-        one = tree_map_only(Tensor, torch.clone, rebatch(example, 1))
-        call_model(twin, one)  # what it keeps outside of itself for later runs has data then
+    _run_one_sample(model, example)
+
+    notes: list[str] = []
+    batch = example
     if batch_of(example) is None:
         notes.append("the inputs do not share their first dim, so macs are of the whole example, not of one sample")
     else:
-        several = rebatch(example, _BATCH)
+        batch = rebatch(example, _BATCH)
     try:
-        first = record_anywhere(model, several, training=False)
+        evaluated = record_anywhere(model, batch, training=False)
     except TraceError:  # the batch size may be written into the model
-        several = example
-        try:
-            first = record_anywhere(model, several, training=False)
-        except TraceError as error:
-            hint = wrong_dtype(model, example)
-            raise TraceError(f"{error}. It holds {hint}." if hint else str(error)) from error
-    read = (op.inputs()[0] for op in first.ops if op.name == "conv2d")
-    if any(value in first.inputs and len(first.shapes[value]) == 3 for value in read):
-        raise TraceError("A convolution takes the example input for one image: it needs a batch dim, as in 2x3x64x64.")
-    found = [first]
+        batch = example
+        evaluated = _record_as_given(model, example)
+    _check_batched(evaluated)
+
+    recordings = [evaluated]
     try:
-        found.append(record_anywhere(model, several, training=True, grad=True))
+        recordings.append(record_anywhere(model, batch, training=True, grad=True))
     except TraceError as error:
         notes.append(f"train mode could not be recorded, so layers that run only there are unknown: {error}")
-    for usual in list(found):  # some models ask whether gradients are on: in training they are
+
+    # Some models ask whether gradients are on, so both modes are recorded with the other answer, too.
+    for recording in list(recordings):
         with contextlib.suppress(TraceError):
-            other = record_anywhere(model, several, usual.training, not usual.grad)
-            found[1:1] = [other] if other.ops != usual.ops else []
-    return found, several, notes
+            switched = record_anywhere(model, batch, recording.training, not recording.grad)
+            if switched.ops != recording.ops:
+                recordings.insert(1, switched)
+    return recordings, batch, notes
+
+
+def _run_one_sample(model: nn.Module, example: Any) -> None:
+    """Run a copy on real data once: what the model keeps outside of itself for later runs has data then."""
+    twin = narrow(model, {}, {}).eval()
+    with contextlib.suppress(Exception), untouched_world("cpu", model), torch.no_grad(), Guard(model):
+        sample = tree_map_only(Tensor, torch.clone, rebatch(example, 1))
+        call_model(twin, sample)
+
+
+def _record_as_given(model: nn.Module, example: Any) -> Recording:
+    """Record eval mode on the user's own example; if that fails, the error says whether its dtype may be the cause."""
+    try:
+        return record_anywhere(model, example, training=False)
+    except TraceError as error:
+        hint = wrong_dtype(model, example)
+        raise TraceError(f"{error}. It holds {hint}." if hint else str(error)) from error
+
+
+def _check_batched(recording: Recording) -> None:
+    """Refuse an example without a batch dim, which a convolution takes for a single image."""
+    for op in recording.ops:
+        if op.name != "conv2d":
+            continue
+        image = op.inputs()[0]
+        if image in recording.inputs and len(recording.shapes[image]) == 3:
+            raise TraceError("The example input has no batch dim: a convolution takes it for one image. Use 2x3x64x64.")
 
 
 def wrong_dtype(model: nn.Module, example: Any) -> str:
-    """Why forward may have failed: an example of another dtype than the weights; else empty."""
-    own = {it.dtype for it in model.parameters() if it.is_floating_point()}
-    given = {it.dtype for it in tensors_in(example)}
-    if not own or not given.isdisjoint(own):
+    """Why forward may have failed: the example has another dtype than the weights. Empty if it has not."""
+    weight_dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    example_dtypes = {tensor.dtype for tensor in tensors_in(example)}
+    if not weight_dtypes or not example_dtypes.isdisjoint(weight_dtypes):
         return ""
-    held, wanted = (", ".join(str(it).removeprefix("torch.") for it in kinds) for kinds in (given, own))
-    return f"{held}, the weights of the model {wanted}: convert it, and scale bytes of images as the model expects"
+    needed = _dtype_names(weight_dtypes)
+    given = _dtype_names(example_dtypes)
+    return f"{given}, the weights of the model {needed}: convert it, and scale bytes of images as the model expects"
 
 
-def _note_reads(recordings: Sequence[Recording]) -> Iterator[str]:
-    """Where values that depend on the input become Python values."""
-    reads = (read for it in recordings for read in it.reads if not it.own.keys() >= {*read.values})
-    if places := list(dict.fromkeys(read.where for read in reads)):
-        yield (
-            f"forward turns values of its input into Python values ({', '.join(places[:3])}): another input may take "
-            "another way, and a cut network is only right for inputs that take this one"
-        )
+def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _describe_branches(recordings: Sequence[Recording]) -> str:
+    """A note that names the modules where values that depend on the input become Python values; empty if none do."""
+    modules: list[str] = []
+    for recording in recordings:
+        for read in recording.reads:
+            depends_on_input = not recording.own.keys() >= set(read.values)
+            if depends_on_input and read.where not in modules:
+                modules.append(read.where)
+    if not modules:
+        return ""
+    return (
+        f"forward turns values of its input into Python values ({', '.join(modules[:3])}): another input may take "
+        "another branch, and a cut network is only right for inputs that take this one"
+    )
 
 
 # -- the rules applied
@@ -203,43 +252,100 @@ def couple(
         coupling.passes.append(Pass(recording))
         _follow(coupling, coupling.passes[-1], rules, strict, ignore)
     for within in coupling.passes:
-        for layout in (layout for value in within.recording.outputs for layout in within.layouts[value]):
-            coupling.channels.fix(layout, "it is an output of the model")
+        for value in within.recording.outputs:
+            for layout in within.layouts[value]:
+                coupling.channels.fix(layout, "it is an output of the model")
     return coupling
 
 
 def _follow(coupling: Coupling, within: Pass, rules: Mapping[Func, Rule], strict: bool, ignore: Sequence[str]) -> None:
-    channels, recording, layouts = coupling.channels, within.recording, within.layouts
+    """Derive the layouts of all values in one recording, op by op."""
+    channels = coupling.channels
+    recording = within.recording
+    layouts = within.layouts
+
+    # Every dim of a weight starts as channels of its own, shared by all recordings; those of inputs are fixed.
     for value, name in recording.tensors.items():
         layouts[value] = coupling.tensors.setdefault(name, tuple(map(channels.fresh, recording.shapes[value])))
     for value in (*recording.inputs, *recording.constants):
         layouts.setdefault(value, tuple(map(fixed, recording.shapes[value])))
+
     for number, op in enumerate(recording.ops):
         call = Call(channels, within, number)
         channels.because = call.where()
         rule = find_rule(op.func, rules)
-        if rule is None and strict and not any(op.path == name or op.path.startswith(name + ".") for name in ignore):
-            raise TraceError(
-                f"{op.path or 'the model'}: no channel rule for {op.func}. Give one: trace(..., rules=RULES | "
-                f"{{{op.func}: my_rule}}), or leave its channels unpruned: trace(..., ignore=[{op.path!r}])."
-            )
-        outs = (rule or unknown)(call)
+        if rule is None:
+            if strict:
+                _check_ignored(op, ignore)
+            rule = unknown
+        outs = rule(call)
         within.flows.append(call.flow)
-        sizes = [tuple(map(channels.size, dims)) for dims in outs]
-        if len(sizes) != len(op.outs) or any(
-            out is not None and size != shape for out, size, shape in zip(op.outs, sizes, call.out_shapes, strict=True)
-        ):
-            raise TraceError(f"The channel rule of {op.func} at {call.where()} gave {sizes}, not {call.out_shapes}.")
-        layouts.update((out, dims) for out, dims in zip(op.outs, outs, strict=True) if out is not None)
+        _check_outputs(call, [tuple(map(channels.size, dims)) for dims in outs])
+        for out, dims in zip(op.outs, outs, strict=True):
+            if out is not None:
+                layouts[out] = dims
+
+
+def _check_ignored(op: Op, ignore: Sequence[str]) -> None:
+    """Refuse an op without a rule, unless it runs in a module whose channels are not pruned anyway."""
+    if any(op.path == name or op.path.startswith(name + ".") for name in ignore):
+        return
+    raise TraceError(
+        f"{op.path or 'the model'}: no channel rule for {op.func}. Give one: trace(..., rules=RULES | "
+        f"{{{op.func}: my_rule}}), or leave its channels unpruned: trace(..., ignore=[{op.path!r}])."
+    )
+
+
+def _check_outputs(call: Call, sizes: list[Shape]) -> None:
+    """Refuse what a rule returned if its sizes are not those that the op gave."""
+    matches = len(sizes) == len(call.op.outs)
+    if matches:
+        for value, size, shape in zip(call.op.outs, sizes, call.out_shapes, strict=True):
+            if value is not None and size != shape:
+                matches = False
+    if not matches:
+        raise TraceError(
+            f"The channel rule of {call.op.func} at {call.where()} returned dims of sizes {sizes}, but the op gave "
+            f"{call.out_shapes}."
+        )
 
 
 # -- unprunable channels
 
 
+def _fix_values_in_python(coupling: Coupling) -> None:
+    """Channels whose values become Python's, and whose size decides which random numbers are drawn."""
+    for within in coupling.passes:
+        for read in within.recording.reads:
+            for value in read.values:
+                for layout in within.layouts[value]:
+                    coupling.channels.fix(layout, f"its values are read by {read.way} ({read.where})")
+        for op in within.recording.seeded:
+            reason = f"random numbers seeded in forward go by its size ({op.name} at {op.path or 'the top'})"
+            for out in op.outs:
+                if out is None:
+                    continue
+                for layout in within.layouts[out]:
+                    coupling.channels.fix(layout, reason)
+
+
+def _fix_mixed(coupling: Coupling) -> bool:
+    """Channels that a layer mixes, so that gating is not cutting. Returns whether that made any unprunable."""
+    any_fixed = False
+    for within in coupling.passes:
+        for layout, reason in within.mixed:
+            if coupling.channels.fix(layout, reason):
+                any_fixed = True
+    return any_fixed
+
+
 def _fix_unwritten(coupling: Coupling, parameters: list[str]) -> None:
-    """A space needs a layer that writes it and a parameter that has it."""
+    """Channels that no layer writes, or no parameter has: they make no space."""
     channels = coupling.channels
-    written = {atom for within in coupling.passes for layout in within.written for atom in channels.atoms(layout)}
+    written: set[Atom] = set()
+    for within in coupling.passes:
+        for layout in within.written:
+            written.update(channels.atoms(layout))
     spaces = written & set(coupling.atoms(parameters))
     for layout in coupling.layouts().union(*coupling.tensors.values()):
         for atom in channels.atoms(layout):
@@ -248,115 +354,152 @@ def _fix_unwritten(coupling: Coupling, parameters: list[str]) -> None:
 
 
 def _fix_ignored(coupling: Coupling, model: nn.Module, parameters: list[str], ignore: Sequence[str]) -> None:
-    """What the user named: all that the parameters of a module write, or one space."""
-    first = {id(tensor): name for name, tensor in model.named_parameters()}
-    tied = [(name, first[id(tensor)]) for name, tensor in model.named_parameters(remove_duplicate=False)]
-    read = {
-        (within.recording.tensors.get(item.weight), item.weight_dim)
-        for within in coupling.passes
-        for item in itertools.chain(*within.contractions.values())
-        if item.weight is not None
-    }
-    for wanted in ignore:
+    """Channels that the user names: all that the parameters of a module write, or one space."""
+    first_names = {id(tensor): name for name, tensor in model.named_parameters()}
+    aliases = [(name, first_names[id(tensor)]) for name, tensor in model.named_parameters(remove_duplicate=False)]
+    summed = _summed_dims(coupling)
+    for name in ignore:
         spaces = _names(coupling, coupling.atoms(parameters))
-        chosen = [atom for atom, name in spaces.items() if name == wanted]
+        chosen = [atom for atom, space_name in spaces.items() if space_name == name]
         for atom in chosen:
             coupling.channels.fix(((atom,),), _IGNORED)
-        inside = {own for name, own in tied if name == wanted or name.startswith(f"{wanted}.")}
-        for name in inside:
-            for dim, layout in enumerate(coupling.tensors[name]):
-                if (name, dim) not in read:
+
+        inside = {first for alias, first in aliases if alias == name or alias.startswith(f"{name}.")}
+        for parameter in inside:
+            for dim, layout in enumerate(coupling.tensors[parameter]):
+                if (parameter, dim) not in summed:
                     coupling.channels.fix(layout, _IGNORED)
+
         if not chosen and not inside:
-            known = {name for name, module in model.named_modules() if [*module.parameters()]} | {*spaces.values()}
-            near = ", ".join(difflib.get_close_matches(wanted, sorted(known), n=3)) or "dmcp inspect lists them"
-            raise TraceError(f"ignore names no layer and no space of this model: {wanted!r}; did you mean: {near}?")
+            layers = {path for path, module in model.named_modules() if list(module.parameters())}
+            similar = difflib.get_close_matches(name, sorted(layers.union(spaces.values())), n=3)
+            hint = f"Did you mean: {', '.join(similar)}?" if similar else "`dmcp inspect` lists them."
+            raise TraceError(f"No layer and no space of this model is named {name!r}, as in ignore. {hint}")
 
 
-def _units(coupling: Coupling) -> dict[int, int]:
-    """Real channels of each channel of an atom, by its number, in the layer that writes or reads fewest."""
-    found: dict[int, int] = {}
-    for _, written, over in coupling.layers():
-        for segment in (*coupling.channels.resolve(written), *coupling.channels.resolve(over)):
-            unit = math.prod(axis for axis in segment if isinstance(axis, int))
-            found |= {it.index: min(unit, found.get(it.index, unit)) for it in segment if isinstance(it, Atom)}
-    return found
-
-
-def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
-    """Each space is named after the first layer that writes it; further ones of a layer get a number."""
-    names: dict[Atom, str] = {}
-    layers = [(layer, coupling.channels.atoms(written)) for layer, written, _ in coupling.layers()]
-    layers += [(tensor.removesuffix(".weight"), coupling.atoms([tensor])) for tensor in coupling.tensors]
-    for layer, atom in ((layer, atom) for layer, written in layers for atom in written):
-        if atom not in names and atom in atoms:
-            numbered = (f"{layer}[{number}]" for number in range(1, len(atoms) + 1))
-            names[atom] = next(free for free in (layer, *numbered) if free not in names.values())
-    return names
+def _summed_dims(coupling: Coupling) -> set[tuple[str | None, int]]:
+    """The dims of tensors, by name, over which a layer sums: it reads these channels, and does not write them."""
+    dims: set[tuple[str | None, int]] = set()
+    for within in coupling.passes:
+        for contraction in itertools.chain(*within.contractions.values()):
+            if contraction.weight is not None:
+                dims.add((within.recording.tensors.get(contraction.weight), contraction.weight_dim))
+    return dims
 
 
 def _unprunable(coupling: Coupling) -> tuple[Unprunable, ...]:
-    parts = ((layer, part) for layer, written, _ in coupling.layers() for part in coupling.channels.unprunable(written))
-    return tuple(dict.fromkeys(Unprunable(layer, size, reason) for layer, (size, reason) in parts))
+    """Output channels of layers that no space has, each once."""
+    parts: dict[Unprunable, None] = {}
+    for layer, written, _ in coupling.layers():
+        for size, reason in coupling.channels.unprunable(written):
+            parts[Unprunable(layer, size, reason)] = None
+    return tuple(parts)
 
 
 # -- the graph
 
 
 def _graph(
-    model: nn.Module, context: ReplayContext, folds: tuple[list[Fold], list[Fold]], notes: list[str], exact: bool
+    model: nn.Module, context: ReplayContext, hard: list[Fold], soft: list[Fold], notes: list[str], exact: bool
 ) -> ChannelGraph:
+    """What was found, in terms of spaces."""
     coupling = context.coupling
-    channels, units = coupling.channels, _units(coupling)
-    atoms = coupling.atoms([name for name, _ in model.named_parameters()])
-    names = _names(coupling, atoms)
-    order = sorted(atoms, key=list(names).index)
-    numbers = {atom.index: number for number, atom in enumerate(order)}
-
-    def gate_folds(folds: list[Fold]) -> tuple[GateFold, ...]:
-        every = ((name, dim, coupling.tensors[name][dim]) for name, dim in folds)
-        found = (fold for fold in every if channels.atoms(fold[2]))
-        return tuple(GateFold(name, dim, *coupling.in_spaces([layout], numbers)) for name, dim, layout in found)
-
-    def layers(atom: Atom, pairs: Iterable[tuple[str, set[Atom]]]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(layer for layer, atoms in pairs if atom in atoms))
-
-    writers = [(layer, set(channels.atoms(written))) for layer, written, _ in coupling.layers()]
-    readers = [(layer, set(channels.atoms(over))) for layer, _, over in coupling.layers()]
-    bindings = tuple(
-        Binding(
-            module,
-            attribute if position is None else f"{attribute}[{position}]",
-            multiple * channels.size(layout),
-            ", ".join(names[atom] for atom in channels.atoms(layout)),
-        )
-        for (module, attribute, position), (layout, multiple) in context.bindings.items()
-    )
+    names = _names(coupling, coupling.atoms([name for name, _ in model.named_parameters()]))
+    numbers = {atom.index: number for number, atom in enumerate(names)}
+    shapes = map_leaves(lambda leaf: leaf.shape[1:] if isinstance(leaf, Tensor) else None, context.example)
     return ChannelGraph(
-        spaces=tuple(
-            ChannelSpace(
-                names[atom],
-                channels.axis_size(atom),
-                layers(atom, writers) or (names[atom],),
-                layers(atom, readers),
-                units.get(atom.index, 1),
-            )
-            for atom in order
-        ),
+        spaces=_spaces(coupling, names),
         unprunable=_unprunable(coupling),
-        bindings=bindings,
+        bindings=_bindings(context, names),
         unknown=dict(Counter(str(op.func) for op in coupling.passes[0].unknown)),
         notes=tuple(notes),
-        input_shape=tuples(map_leaves(lambda it: it.shape[1:] if isinstance(it, Tensor) else None, context.example)),
+        input_shape=tuples(shapes),
         fingerprint=fingerprint(model),
         exact=exact,
-        hard_folds=gate_folds(folds[0]),
-        soft_folds=gate_folds(folds[1]),
+        hard_folds=_gate_folds(coupling, hard, numbers),
+        soft_folds=_gate_folds(coupling, soft, numbers),
         entries=_cost_entries(model, context, numbers),
         moments=moments(coupling, numbers, batch_of(context.batch)),
         _context=context,
-        _atoms=tuple(atom.index for atom in order),
+        _atoms=tuple(atom.index for atom in names),
     )
+
+
+def _names(coupling: Coupling, atoms: list[Atom]) -> dict[Atom, str]:
+    """Each space is named after the first layer that writes it; further ones of a layer get a number."""
+    layers = [(layer, coupling.channels.atoms(written)) for layer, written, _ in coupling.layers()]
+    layers += [(tensor.removesuffix(".weight"), coupling.atoms([tensor])) for tensor in coupling.tensors]
+    names: dict[Atom, str] = {}
+    for layer, written_atoms in layers:
+        for atom in written_atoms:
+            if atom in names or atom not in atoms:
+                continue
+            name = layer
+            number = 0
+            while name in names.values():
+                number += 1
+                name = f"{layer}[{number}]"
+            names[atom] = name
+    return names
+
+
+def _spaces(coupling: Coupling, names: Mapping[Atom, str]) -> tuple[ChannelSpace, ...]:
+    """A space for each atom that has a name, with the layers that write and read it."""
+    channels = coupling.channels
+    writers: dict[Atom, list[str]] = {atom: [] for atom in names}
+    readers: dict[Atom, list[str]] = {atom: [] for atom in names}
+    for layer, written, over in coupling.layers():
+        for atom in channels.atoms(written):
+            if atom in writers and layer not in writers[atom]:
+                writers[atom].append(layer)
+        for atom in channels.atoms(over):
+            if atom in readers and layer not in readers[atom]:
+                readers[atom].append(layer)
+    units = _units(coupling)
+    return tuple(
+        ChannelSpace(
+            name,
+            channels.axis_size(atom),
+            writers=tuple(writers[atom]) or (name,),
+            readers=tuple(readers[atom]),
+            unit=units.get(atom.index, 1),
+        )
+        for atom, name in names.items()
+    )
+
+
+def _units(coupling: Coupling) -> dict[int, int]:
+    """Real channels of each channel of an atom, by its number, in the layer that writes or reads fewest."""
+    units: dict[int, int] = {}
+    for _, written, over in coupling.layers():
+        for segment in (*coupling.channels.resolve(written), *coupling.channels.resolve(over)):
+            unit = math.prod(axis for axis in segment if isinstance(axis, int))
+            for axis in segment:
+                if isinstance(axis, Atom):
+                    units[axis.index] = min(unit, units.get(axis.index, unit))
+    return units
+
+
+def _bindings(context: ReplayContext, names: Mapping[Atom, str]) -> tuple[Binding, ...]:
+    """Attributes of modules that follow widths, as text."""
+    channels = context.coupling.channels
+    bindings: list[Binding] = []
+    for (module, attribute, position), (layout, multiple) in context.bindings.items():
+        entry = attribute if position is None else f"{attribute}[{position}]"
+        spaces = ", ".join(names[atom] for atom in channels.atoms(layout))
+        bindings.append(Binding(module, entry, multiple * channels.size(layout), spaces))
+    return tuple(bindings)
+
+
+def _gate_folds(coupling: Coupling, folds: list[Fold], numbers: Mapping[int, int]) -> tuple[GateFold, ...]:
+    """Dims of tensors that are multiplied by gates, with layouts over spaces."""
+    gate_folds: list[GateFold] = []
+    for name, dim in folds:
+        layout = coupling.tensors[name][dim]
+        if coupling.channels.atoms(layout):
+            in_spaces = coupling.in_spaces([layout], numbers)[0]
+            gate_folds.append(GateFold(name, dim, in_spaces))
+    return tuple(gate_folds)
 
 
 # -- costs
@@ -364,50 +507,64 @@ def _graph(
 
 def _cost_entries(model: nn.Module, context: ReplayContext, numbers: Mapping[int, int]) -> tuple[CostEntry, ...]:
     """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
-    coupling, batch = context.coupling, batch_of(context.batch)
+    coupling = context.coupling
+    batch = batch_of(context.batch)
     first = coupling.passes[0]
 
-    def terms(coefficient: int, dims: Dims) -> Terms:
-        return product(coefficient, coupling.in_spaces(dims, numbers))
-
-    shares = _per_sample(model, context.example, coupling, batch)
+    # Ops without a rule are counted by torch; each sample of a batch has an equal share of that.
     costs = [*first.costs, *(_measured(op, first.recording) for op in first.unknown)]
+    shares = _per_sample(model, context.example, coupling, batch)
     shares += [Fraction(1, batch or 1)] * len(first.unknown)
+
     kinds: dict[str, str] = {}
     macs: dict[str, list[Terms]] = {}
-    params: dict[str, list[Terms]] = {}
     for cost, share in zip(costs, shares, strict=True):
         kinds.setdefault(cost.path, cost.kind)
-        scaled = {key: factor * share for key, factor in terms(cost.coefficient, cost.dims).items()}
-        if any(factor.denominator != 1 for factor in scaled.values()):
-            raise TraceError(
-                "The cost of one sample does not follow from that of a batch: dim 0 of the inputs must be it. Trace "
-                "the part of a detector that ends before its boxes are chosen."
-            )
-        macs.setdefault(cost.path, []).append({key: int(factor) for key, factor in scaled.items()})
+        terms = product(cost.coefficient, coupling.in_spaces(cost.dims, numbers))
+        macs.setdefault(cost.path, []).append(_scaled(terms, share))
+
+    params: dict[str, list[Terms]] = {}
     for name, _ in model.named_parameters():
-        params.setdefault(name.rpartition(".")[0], []).append(terms(1, coupling.tensors[name]))
+        layer = name.rpartition(".")[0]
+        params.setdefault(layer, []).append(product(1, coupling.in_spaces(coupling.tensors[name], numbers)))
     return tuple(
         CostEntry(path, kinds.get(path, "other"), total(macs.get(path, [])), total(params.get(path, [])))
         for path in dict.fromkeys([*macs, *params])
     )
 
 
+def _scaled(terms: Terms, share: Fraction) -> Terms:
+    """A polynomial times a share that gives whole numbers."""
+    scaled: Terms = {}
+    for spaces, factor in terms.items():
+        scaled_factor = factor * share
+        if scaled_factor.denominator != 1:
+            raise TraceError(
+                "The cost of one sample does not follow from that of a batch: dim 0 of every input must be the batch. "
+                "Of a detector, trace the part before the boxes are chosen."
+            )
+        scaled[spaces] = int(scaled_factor)
+    return scaled
+
+
 def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int | None) -> list[Fraction]:
     """Of each op that costs something: the share that one sample has. Some ops run once for the whole batch."""
-    recording, costs = coupling.passes[0].recording, coupling.passes[0].costs
+    first = coupling.passes[0]
     if batch is None:
-        return [Fraction(1)] * len(costs)
+        return [Fraction(1)] * len(first.costs)
     with contextlib.suppress(Exception):  # the batch size is written into the model, or it looks at values
         single = couple([record(model, rebatch(example, 1), training=False)], RULES)
-        one = single.passes[0]
-        if [op.func for op in one.recording.ops] == [op.func for op in recording.ops]:
-            pairs = zip(one.costs, costs, strict=True)
-            return [Fraction(_full(single, it), max(1, _full(coupling, many))) for it, many in pairs]
-    return [Fraction(1, batch)] * len(costs)
+        single_pass = single.passes[0]
+        if [op.func for op in single_pass.recording.ops] == [op.func for op in first.recording.ops]:
+            shares: list[Fraction] = []
+            for of_sample, of_batch in zip(single_pass.costs, first.costs, strict=True):
+                shares.append(Fraction(_full(single, of_sample), max(1, _full(coupling, of_batch))))
+            return shares
+    return [Fraction(1, batch)] * len(first.costs)
 
 
 def _full(coupling: Coupling, cost: OpCost) -> int:
+    """What an op costs in the unpruned model."""
     return cost.coefficient * math.prod(map(coupling.channels.size, cost.dims))
 
 
