@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp.searching.subnets import Chains, sample_gates
+from dmcp.settings import Sampling
 from dmcp.tracing.modules import call_model, rebatch, tensors_in
 
 Kept = Sequence[int]  # indices of the channels that stay
@@ -428,6 +430,15 @@ def by_width(toy: Any, graph: Any, gates: Tensor) -> dict[str, Tensor]:
     names = {space: width for width, space in toy.SPACES.items()}
     pieces = gates.split([space.size for space in graph.spaces])
     return {names[space.name]: piece for space, piece in zip(graph.spaces, pieces, strict=True)}
+
+
+def sandwich(
+    net: Any, chains: Chains, sampling: Sampling, count: int, generator: torch.Generator | None = None
+) -> list[Tensor]:
+    """Gates of the largest and the smallest sub-network, then of random ones."""
+    largest = net.hard(chains.sizes.sum(dim=1))
+    smallest = net.hard(chains.sizes[:, 0])
+    return [largest, smallest, *sample_gates(net, chains, sampling, count, generator)]
 
 
 class Backwards(TorchDispatchMode):

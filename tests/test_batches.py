@@ -24,7 +24,7 @@ def test_samplers_that_repeat_are_seen() -> None:
     for fine in (loader(20), loader(21, drop_last=True), DataLoader(list(range(21)), 5), [torch.zeros(2)]):
         check_parts(fine, World(0, 2))
     check_parts(loader(21), SINGLE_PROCESS)
-    with pytest.raises(DataError, match="repeats samples"):
+    with pytest.raises(DataError):
         check_parts(loader(21), World(0, 2))
 
 

@@ -72,7 +72,7 @@ def test_unreachable_budgets_name_the_range() -> None:
         with pytest.raises(BudgetError):
             check_reachable(parse_budget(end + beyond, graph), graph, net.min_widths)
     part = dmcp.trace(net.model, sample(Residual.SHAPE), ignore=["conv3", "conv4"])
-    with pytest.raises(BudgetError, match=f"Only {part.prunable_share:.1%} of the macs can be narrowed"):
+    with pytest.raises(BudgetError, match=f"{part.prunable_share:.1%}"):
         dmcp.uniform(part, "1%")
 
 

@@ -76,7 +76,7 @@ def test_after_an_error_the_old_statistics_are_back() -> None:
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(RuntimeError):
         recalibrate(net, [*uneven(), (torch.zeros(2, 4, 4, 4),)])
-    with pytest.raises(dmcp.DmcpError, match="at least one batch"):
+    with pytest.raises(dmcp.DmcpError):
         recalibrate(net, [])
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert net.first.momentum == 0.3 and net.first.training and not net.first._forward_hooks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -134,7 +135,7 @@ def test_broken_files_are_replaced_and_counted(here: Path, capsys: Capture) -> N
         truncate(photos / f"{name}.png")
     code, out, _ = run(capsys, *TRAIN, "--corrupt", "skip", "--out", "one")
     assert code == 0 and json.loads(out)["replaced"] == {"train": 2, "test": 1}
-    assert "2 training images and 1 test image could not be read" in (here / "one" / "report.md").read_text()
+    assert re.search(r"2 training .* 1 test image", (here / "one" / "report.md").read_text())
     listed = json.loads((here / "one" / "replaced.json").read_text())
     assert listed["test"] == ["photos/val/dog/3.png"] and len(listed["train"]) == 2
     code, out, err = run(capsys, "evaluate", "one", *NETWORK[:2], "--corrupt", "skip", "--device", "cpu", "--json")

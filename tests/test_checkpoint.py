@@ -204,7 +204,7 @@ def test_a_loader_that_gives_less_than_it_says_is_refused() -> None:
     batches = ResumableIterator(shuffled(30), RESOLVED, SINGLE_PROCESS)
     batches.loader = Replayed(8)
     batches.next()
-    with pytest.raises(DataError, match="it has 4 batches, but gave 1"):
+    with pytest.raises(DataError, match=r"4 batches.*1"):
         batches.next()
 
 

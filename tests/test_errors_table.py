@@ -102,13 +102,13 @@ MISTAKES = {
     """,
     "FileError": """
         prune DIGITS --budget 8ms --latency table.json
-        search DIGITS --weights nowhere.pth => No such file
+        search DIGITS --weights nowhere.pth
         search DIGITS --weights two-nets.pth => net, old, epoch
-        search DIGITS --weights cut-off.pth => cut off
+        search DIGITS --weights cut-off.pth
         train DIGITS --widths list.json
         prune DIGITS --out run
         prune DIGITS --out half => --resume half
-        prune --resume empty => is not a run
+        prune --resume empty
         prune --resume run
         prune --resume foreign
         sample half

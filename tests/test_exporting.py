@@ -113,7 +113,7 @@ def test_a_file_that_differs_is_not_left_behind(suffix: str, tmp_path: Path, mon
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     path = tmp_path / f"net{suffix}"
     path.write_text("what was there")
-    with pytest.raises(dmcp.FileError, match="not written"):
+    with pytest.raises(dmcp.FileError):
         dmcp.export(net, EXAMPLE, path)
     assert [it.read_text() for it in tmp_path.iterdir()] == ["what was there"]
     dmcp.export(net, EXAMPLE, path, tolerance=0.9)

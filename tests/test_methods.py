@@ -161,13 +161,13 @@ def test_budgets_settings_and_widths_that_cannot_be() -> None:
         with pytest.raises(BudgetError):
             replace(problem, budget=parse_budget(budget, problem.graph))
     free, bounded = problem.uniform(), replace(problem, max_widths=problem.graph.widths({"needed": 3}))
-    with pytest.raises(BudgetError, match="channels in needed, where 1 to 3"):
+    with pytest.raises(BudgetError, match="needed"):
         Choice(widths=free, kept=free).check(bounded)
     with pytest.raises(TypeError):
         find_method("dmcp").config(more={"warm": 1})
     with pytest.raises(TrainingError):
         find_method("dmcp").config(epochs=0)
-    with pytest.raises(TrainingError, match="needed is"):
+    with pytest.raises(TrainingError, match="needed"):
         Choice(widths=free, kept=dict(free) | {"needed": [0]}).check(problem)
 
 

@@ -126,5 +126,5 @@ def test_the_command_line_takes_classifiers_only() -> None:
         (Ages(**Residual.FULL), 5),
         (nn.Conv2d(3, 5, 1), 5),
     ):
-        with pytest.raises(TrainingError, match="outputs for an image"):
+        with pytest.raises(TrainingError):
             check_classifier(model, x, classes)

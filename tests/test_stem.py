@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from nets import Toy, randomise, sample
-from test_subnets import sandwich
+from nets import Toy, randomise, sample, sandwich
 from torch import Tensor, nn
 from torch.nn import functional as F
 

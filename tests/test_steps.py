@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Backwards, Chain, Depthwise, NoNorms, Residual, by_width, sample, supernet
-from test_subnets import sandwich
+from nets import Backwards, Chain, Depthwise, NoNorms, Residual, by_width, sample, sandwich, supernet
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from nets import NETS, Residual, distance, sample, traced
+from nets import NETS, Residual, distance, sample, sandwich, traced
 from torch import Tensor
 
 import dmcp
@@ -44,12 +44,6 @@ def widths_of(net: Any, gates: list[Tensor]) -> Tensor:
 
 def sampled(net: Any, chain: Chains, sampling: Sampling) -> list[Tensor]:
     return sample_gates(net, chain, sampling, MANY, torch.Generator().manual_seed(0))
-
-
-def sandwich(net: Any, chain: Chains, sampling: Sampling, count: int, dice: torch.Generator | None = None) -> list[Any]:
-    """The largest, the smallest, then random sub-networks."""
-    ends = [net.hard(chain.sizes.sum(dim=1)), net.hard(chain.sizes[:, 0])]
-    return ends + sample_gates(net, chain, sampling, count, dice)
 
 
 # bounds
