@@ -1,4 +1,4 @@
-"""ChannelGraph: what trace found."""
+"""ChannelGraph, the result of trace: spaces of channels, what they cost, and how a network is narrowed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CostEntry:
 
 @dataclass(frozen=True, eq=False)
 class ChannelGraph:
-    """What `trace` found. A value: nothing in it changes."""
+    """The result of `trace`. It is a value: nothing in it changes."""
 
     spaces: tuple[ChannelSpace, ...]
     unprunable: tuple[Unprunable, ...]
@@ -85,17 +85,20 @@ class ChannelGraph:
     _context: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
     extra: Mapping[str, Any] = field(default_factory=dict)  # costs that are measured, see `Latency.attach`
-    verified: bool = False  # whether a cut network was seen to compute what the gated one does
+    verified: bool = False  # whether a cut network has been compared with the gated one
 
     @functools.cached_property
     def _polynomials(self) -> dict[str, Polynomial]:
-        """Of each kind of cost."""
+        """The polynomial of each kind of cost, by name."""
         count = len(self.spaces)
-        return {
+        polynomials = {
             "macs": Polynomial(total(entry.macs for entry in self.entries), count),
             "params": Polynomial(total(entry.params for entry in self.entries), count),
             "memory": self._peak,
-        } | {name: Polynomial(dict(cost.terms), count) for name, cost in self.extra.items()}
+        }
+        for name, cost in self.extra.items():
+            polynomials[name] = Polynomial(dict(cost.terms), count)
+        return polynomials
 
     @functools.cached_property
     def _peak(self) -> Peak:
@@ -103,18 +106,18 @@ class ChannelGraph:
 
     @functools.cached_property
     def _dims(self) -> tuple[Dim, ...]:
-        """Dims that show the widths, with the names of spaces."""
+        """Dims of tensors whose sizes follow from the widths, with the names of spaces."""
 
-        def named(segment: Segment) -> tuple[int | str, ...]:
+        def with_names(segment: Segment) -> tuple[int | str, ...]:
             return tuple(axis if isinstance(axis, int) else self.spaces[axis.index].name for axis in segment)
 
-        return tuple(Dim(it.tensor, it.dim, tuple(map(named, it.layout))) for it in self.hard_folds)
+        return tuple(Dim(fold.tensor, fold.dim, tuple(map(with_names, fold.layout))) for fold in self.hard_folds)
 
     # -- widths
 
     @property
     def full(self) -> Widths:
-        """Every space at its size."""
+        """The widths of the unpruned network: every space at its size."""
         return self._widths([space.size for space in self.spaces])
 
     def _widths(self, kept: Iterable[int]) -> Widths:
@@ -123,7 +126,7 @@ class ChannelGraph:
 
     @checked
     def widths(self, kept: Mapping[str, int] | Sequence[int] | Tensor) -> Widths:
-        """Some spaces narrowed by name and the rest full, or one number per space in order."""
+        """Widths from a mapping of names, where spaces that it leaves out stay full, or from one number per space."""
         if isinstance(kept, Mapping):
             self._check_names(kept)
             kept = [kept.get(space.name, space.size) for space in self.spaces]
@@ -133,14 +136,20 @@ class ChannelGraph:
 
     def _check_names(self, kept: Mapping[str, Any]) -> None:
         if isinstance(kept, Widths) and kept.fingerprint != self.fingerprint:
-            raise WidthsError("These widths are for another architecture: their fingerprint is not this graph's.")
-        known = [space.name for space in self.spaces]
+            raise WidthsError("These widths are for another architecture: their fingerprint differs from the graph's.")
+        names = [space.name for space in self.spaces]
         for name in kept:
-            if name not in known:
-                tied = [space.name for space in self.spaces if name in space.writers]
-                near = ", ".join(tied or difflib.get_close_matches(str(name), known)) or "graph.spaces lists them"
-                hint = f"that layer is tied to {near}." if tied else f"did you mean: {near}?"
-                raise WidthsError(f"There is no space named {name!r}; {hint}")
+            if name in names:
+                continue
+            tied_to = [space.name for space in self.spaces if name in space.writers]
+            similar = difflib.get_close_matches(str(name), names)
+            if tied_to:
+                hint = f"That layer is tied to {', '.join(tied_to)}."
+            elif similar:
+                hint = f"Did you mean {', '.join(similar)}? `graph.spaces` lists all of them."
+            else:
+                hint = "`graph.spaces` lists all of them."
+            raise WidthsError(f"No space is named {name!r}. {hint}")
 
     # -- cost
 
@@ -149,7 +158,7 @@ class ChannelGraph:
     @overload
     def macs(self, widths: Mapping[str, int] | None = None) -> int: ...
     def macs(self, widths: Any = None) -> Any:
-        """Multiply-adds of one sample: an int for widths, (N, S) -> (N,) for a tensor of them."""
+        """Multiply-adds of one sample. An int for widths; a tensor of widths (N, S) gives (N,)."""
         return self.cost("macs", widths)
 
     @overload
@@ -157,7 +166,7 @@ class ChannelGraph:
     @overload
     def params(self, widths: Mapping[str, int] | None = None) -> int: ...
     def params(self, widths: Any = None) -> Any:
-        """Parameters: an int for widths, (N, S) -> (N,) for a tensor of them."""
+        """Number of parameters. An int for widths; a tensor of widths (N, S) gives (N,)."""
         return self.cost("params", widths)
 
     @overload
@@ -165,7 +174,7 @@ class ChannelGraph:
     @overload
     def memory(self, widths: Mapping[str, int] | None = None) -> int: ...
     def memory(self, widths: Any = None) -> Any:
-        """Most bytes of activations that one sample needs at once: an int, (N, S) -> (N,) for a tensor of widths."""
+        """Most bytes of activations that one sample needs at once. An int; a tensor of widths (N, S) gives (N,)."""
         return self.cost("memory", widths)
 
     def memory_at(self, widths: Mapping[str, int] | None = None) -> str:
@@ -177,30 +186,35 @@ class ChannelGraph:
     @overload
     def cost(self, kind: str, widths: Mapping[str, int] | None = None) -> int: ...
     def cost(self, kind: str, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
-        """Cost of one kind, macs, params, memory or one of `extra`: an int, (N, S) -> (N,) for a tensor of widths."""
+        """Cost of one kind: "macs", "params", "memory" or one of `extra`. An int; widths (N, S) give (N,)."""
         polynomial = self._polynomial(kind)
-        if isinstance(widths, Tensor):
-            if widths.ndim != 2 or widths.shape[1] != len(self.spaces):
-                raise WidthsError(f"A tensor of widths must be (N, {len(self.spaces)}), not {tuple(widths.shape)}.")
-            if not ((widths >= 1) & (widths <= self.full.tensor().to(widths.device))).all():
-                raise WidthsError("Every width must be from 1 to the size of its space.")
-            return polynomial(widths)
-        return polynomial.evaluate(self._numbers(widths))
+        if not isinstance(widths, Tensor):
+            return polynomial.evaluate(self._numbers(widths))
+        if widths.ndim != 2 or widths.shape[1] != len(self.spaces):
+            raise WidthsError(f"A tensor of widths must be (N, {len(self.spaces)}), not {tuple(widths.shape)}.")
+        sizes = self.full.tensor().to(widths.device)
+        if not ((widths >= 1) & (widths <= sizes)).all():
+            raise WidthsError("Every width must be from 1 to the size of its space.")
+        return polynomial(widths)
 
     def _polynomial(self, kind: str) -> Polynomial:
         if not isinstance(kind, str) or kind not in self._polynomials:
-            raise BudgetError(f"The {kind} of this network is not known: attach a measured table to the graph.")
+            raise BudgetError(
+                f"The cost {kind!r} of this network is not known. Measured costs must be attached: see Latency.attach."
+            )
         return self._polynomials[kind]
 
     def _numbers(self, widths: Mapping[str, int] | None) -> list[int]:
-        return list((self.full if widths is None else self.widths(widths)).values())
+        """One number per space, in order; None is the unpruned network."""
+        complete = self.full if widths is None else self.widths(widths)
+        return list(complete.values())
 
     def expected_cost(self, kind: str, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
-        """Expected cost of one kind when each group survives with these chances. (S, G), (S, G) -> ()"""
+        """Expected cost of one kind, given the chance that each group survives. (S, G), (S, G) -> ()"""
         return self._polynomial(kind).expected(lambda power: process.moment(marginals, sizes, power))
 
     def layers(self, widths: Mapping[str, int] | None = None) -> tuple[LayerCost, ...]:
-        """What each layer costs, in the order in which they run."""
+        """What each layer costs, in the order in which the layers run."""
         numbers = self._numbers(widths)
         return tuple(
             LayerCost(entry.name, entry.kind, evaluate(entry.macs, numbers), evaluate(entry.params, numbers))
@@ -217,21 +231,25 @@ class ChannelGraph:
         """Share of the multiply-adds in layers that read or write any space."""
         return self._share(lambda terms: any(terms))
 
-    def _share(self, counts: Callable[[Terms], bool]) -> float:
+    def _share(self, is_counted: Callable[[Terms], bool]) -> float:
+        """Share of the multiply-adds, in the unpruned network, that some layers have."""
         full = [space.size for space in self.spaces]
-        part = sum(evaluate(entry.macs, full) for entry in self.entries if counts(entry.macs))
+        part = sum(evaluate(entry.macs, full) for entry in self.entries if is_counted(entry.macs))
         return part / max(1, self.macs())
 
     def check_architecture(self, model: nn.Module) -> None:
         """Refuse a model that this graph was not traced from."""
         if fingerprint(model) != self.fingerprint:
-            raise WidthsError("The graph is of another architecture: trace the model, after a run if it makes tensors.")
+            raise WidthsError(
+                "The graph is of another architecture: trace this model. If its forward makes parameters or buffers, "
+                "run it once before you trace it."
+            )
 
     # -- narrowing
 
     @property
     def recordings(self) -> list[Recording]:
-        """The passes of the unpruned model that were traced: in eval mode, in train mode."""
+        """The forward passes of the unpruned model that were recorded: first eval mode, then train mode."""
         return [within.recording for within in self.coupling.passes]
 
     @property
@@ -241,11 +259,11 @@ class ChannelGraph:
 
     @property
     def space_numbers(self) -> dict[int, int]:
-        """The number of the space that each atom is."""
+        """The number of each atom's space."""
         return {atom: number for number, atom in enumerate(self._atoms)}
 
     def atom_of(self, space: ChannelSpace) -> int:
-        """The atom that is the space."""
+        """The atom of a space."""
         return self._atoms[self.spaces.index(space)]
 
     @property
@@ -255,10 +273,16 @@ class ChannelGraph:
         return any(recording.recomputes or recording.keeps & gated for recording in self.recordings)
 
     def kept(self, widths: Mapping[str, Kept]) -> dict[int, Tensor]:
-        """Indices that each atom keeps; a number means the first so many."""
+        """Indices that each atom keeps; for a number, the first so many."""
         self._check_names(widths)
-        pairs = zip(self._atoms, self.spaces, strict=True)
-        return {atom: _indices(space, widths.get(space.name, space.size)) for atom, space in pairs}
+        indices: dict[int, Tensor] = {}
+        for atom, space in zip(self._atoms, self.spaces, strict=True):
+            indices[atom] = _indices(space, widths.get(space.name, space.size))
+        return indices
+
+    def _counts(self, widths: Mapping[str, Kept]) -> dict[int, int]:
+        """How many indices each atom keeps."""
+        return {atom: len(indices) for atom, indices in self.kept(widths).items()}
 
     def cuts(self, widths: Mapping[str, Kept]) -> dict[str, Cut]:
         """Indices that stay, per dim of every tensor that changes."""
@@ -271,22 +295,28 @@ class ChannelGraph:
 
     def attributes(self, widths: Mapping[str, Kept]) -> dict[str, dict[str, Any]]:
         """Attributes of modules that change: {module path: {attribute: value}}."""
-        return self._context.attributes({atom: len(kept) for atom, kept in self.kept(widths).items()})
+        return self._context.attributes(self._counts(widths))
 
     def check(self, small: nn.Module, widths: Mapping[str, Kept]) -> None:
-        """Replay a cut model, without data, against every recording; CutError if a shape is not as predicted."""
-        counts = {atom: len(kept) for atom, kept in self.kept(widths).items()}
+        """Replay a cut model, without data, against every recording. Raises a CutError for an unexpected shape."""
+        counts = self._counts(widths)
         for number, recording in enumerate(self.recordings):
             outcome = self._context.replay(number, self._like_recorded(small), counts)
-            if not outcome.clean:
-                op = recording.ops[outcome.conflicts[0].number] if outcome.conflicts else None
-                place = f"{op.name} in {op.path or 'the model'}" if op else "the model"
-                why = outcome.stopped or "a shape or number in it does not follow the width"
-                raise CutError(f"At these widths {place} does not do what the trace predicts: {why}. Choose others.")
+            if outcome.clean:
+                continue
+            location = "the model"
+            if outcome.conflicts:
+                op = recording.ops[outcome.conflicts[0].number]
+                location = f"{op.name} in {op.path or 'the model'}"
+            reason = outcome.stopped or "a shape or number in it does not follow the width"
+            raise CutError(
+                f"At these widths, {location} does not do what the trace predicts: {reason}. Choose other widths."
+            )
 
     def _like_recorded(self, small: nn.Module) -> nn.Module:
         """A copy without data, in the precision of the recording."""
-        twin, model = skeleton(small), self._context.model
+        twin = skeleton(small)
+        model = self._context.model
         recorded = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             tensor.data = tensor.data.to(recorded[name].dtype)
@@ -313,7 +343,8 @@ class ChannelGraph:
 
     def summary(self) -> str:
         """What the network costs, its spaces, and what is unprunable, grouped by reason."""
-        macs, params = self.macs(), self.params()
+        macs = self.macs()
+        params = self.params()
         lines = [
             f"{show_count(macs)} MACs ({macs:,}), {show_count(params)} params ({params:,})",
             f"{show_bytes(self.memory())} of activations at once, when {self.memory_at() or 'the model'} runs",
@@ -326,7 +357,8 @@ class ChannelGraph:
         ]
         if self.bindings:
             lines += ["", "Attributes that follow a width"]
-        lines += [f"  {each.module}.{each.attribute} = {each.value} follows {each.follows}" for each in self.bindings]
+        for binding in self.bindings:
+            lines.append(f"  {binding.module}.{binding.attribute} = {binding.value} follows {binding.follows}")
         for name, count in self.unknown.items():
             lines += ["", f"No channel rule for {name} (called {count} times): channels that it reads are unprunable."]
         for note in self.notes:
@@ -367,7 +399,7 @@ class ChannelGraph:
 
 
 def _width(space: ChannelSpace, number: Any) -> int:
-    """An int of Python, NumPy or torch that fits the space."""
+    """Check that a number is an int of Python, NumPy or torch that fits the space."""
     try:
         width = operator.index(number)
     except TypeError:
@@ -379,10 +411,23 @@ def _width(space: ChannelSpace, number: Any) -> int:
 
 def _indices(space: ChannelSpace, kept: Any) -> Tensor:
     """The first so many channels, or those that are listed. -> (n,) int64"""
-    if not isinstance(kept, Sequence | Tensor) or (isinstance(kept, Tensor) and not kept.ndim):
+    if isinstance(kept, Tensor):
+        is_list = kept.ndim > 0
+    else:
+        is_list = isinstance(kept, Sequence)
+    if not is_list:
         return torch.arange(_width(space, kept))
+
     listed = torch.as_tensor(kept, device="cpu")
-    whole = listed.ndim == 1 and len(listed) > 0 and not listed.is_floating_point()
-    if not whole or not 0 <= listed.min() <= listed.max() < space.size or len({*listed.tolist()}) < len(listed):
-        raise WidthsError(f"What is kept of {space.name} must be different ints below {space.size}, not {kept!r}.")
+    valid = (
+        listed.ndim == 1
+        and len(listed) > 0
+        and not listed.is_floating_point()
+        and bool((listed >= 0).all() and (listed < space.size).all())
+        and len(set(listed.tolist())) == len(listed)
+    )
+    if not valid:
+        raise WidthsError(
+            f"The channels of {space.name} to keep must be different ints below {space.size}, not {kept!r}."
+        )
     return listed.long()
