@@ -23,17 +23,22 @@ class ChannelSpace:
     size: int  # channels (for whole groups of a grouped layer: groups)
     writers: tuple[str, ...] = ()  # layers whose output channels live in it
     readers: tuple[str, ...] = ()  # layers that take it as input channels
-    unit: int = 1  # real channels of each, in the layer that has fewest: more than 1 where whole groups are kept
+    unit: int = 1  # real channels of each one, in the layer with the fewest: more than 1 where whole groups are kept
 
     def step(self, align: int | None) -> int:
-        """How much widths differ at least if real channels are to be multiples of `align`.
+        """The smallest difference between two widths, if real channels are to be multiples of `align`.
 
-        None: of 16, which processors like, or of 8, 4, 2 or 1, so that at least eight widths are left.
+        None chooses the first of 16 (fast on most processors), 8, 4, 2 and 1 that leaves at least eight widths.
         """
-        if align is not None and not (isinstance(align, int) and align >= 1):
-            raise WidthsError(f"align must be an int from 1 up, not {align!r}.")
-        steps = [it // math.gcd(it, self.unit) for it in ((16, 8, 4, 2) if align is None else (align,))]
-        return steps[0] if align else next((step for step in steps if self.size >= 8 * step), 1)
+        if align is None:
+            for multiple in (16, 8, 4, 2):
+                step = multiple // math.gcd(multiple, self.unit)
+                if self.size >= 8 * step:
+                    return step
+            return 1
+        if not isinstance(align, int) or align < 1:
+            raise WidthsError(f"align must be an int of at least 1, not {align!r}.")
+        return align // math.gcd(align, self.unit)
 
 
 class Dim(NamedTuple):
@@ -44,8 +49,11 @@ class Dim(NamedTuple):
     parts: tuple[tuple[int | str, ...], ...]
 
     def size(self, widths: Mapping[str, int]) -> int:
-        """How long it is at these widths."""
-        return sum(math.prod(widths[axis] if isinstance(axis, str) else axis for axis in part) for part in self.parts)
+        """How long the dim is at these widths."""
+        length = 0
+        for part in self.parts:
+            length += math.prod(widths[axis] if isinstance(axis, str) else axis for axis in part)
+        return length
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +63,7 @@ class Widths(Mapping[str, int]):
     channels: tuple[tuple[str, int], ...]  # (space name, channels kept), in the graph's order
     input_shape: Any  # shape of one sample, nested like the model's input
     fingerprint: str  # of the unpruned architecture, see fingerprint()
-    dims: tuple[Dim, ...] = field(default=(), repr=False)  # where a network shows them; read from a file there are none
+    dims: tuple[Dim, ...] = field(default=(), repr=False)  # dims that have these widths; none if read from a file
 
     def __getitem__(self, name: str) -> int:
         return dict(self.channels)[name]
@@ -80,32 +88,37 @@ class Widths(Mapping[str, int]):
         return torch.tensor([kept for _, kept in self.channels], dtype=torch.int64)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `from_json` turns back into the same value."""
+        """Plain data, which `from_json` turns back into the same value."""
         return {"widths": dict(self.channels), "input_shape": self.input_shape, "fingerprint": self.fingerprint}
 
     @staticmethod
     def from_json(data: Any) -> Widths:
-        """Read what `to_json` wrote; anything else is refused."""
+        """Read what `to_json` wrote. Anything else raises a WidthsError."""
         try:
-            channels, shape, mark = data["widths"], data["input_shape"], data["fingerprint"]
-            items = tuple((name, kept) for name, kept in channels.items())
+            channels = tuple((name, kept) for name, kept in data["widths"].items())
+            input_shape = data["input_shape"]
+            architecture = data["fingerprint"]
         except (TypeError, KeyError, IndexError, AttributeError) as error:
             raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
-        valid = all(isinstance(name, str) and type(kept) is int and kept >= 1 for name, kept in items)
-        if not isinstance(mark, str) or not valid:
-            raise WidthsError("This is not a widths file: every width must be an int of at least 1.")
-        return Widths(items, tuples(shape), mark)
+        for name, kept in channels:
+            if not isinstance(name, str) or type(kept) is not int or kept < 1:
+                raise WidthsError(f"This is not a widths file: the width of {name!r} must be an int of at least 1.")
+        if not isinstance(architecture, str):
+            raise WidthsError(f"This is not a widths file: its fingerprint must be a string, not {architecture!r}.")
+        return Widths(channels, tuples(input_shape), architecture)
 
 
-def tuples(shape: Any) -> Any:
-    """JSON has lists only; shapes are tuples."""
-    if isinstance(shape, dict):
-        return {key: tuples(value) for key, value in shape.items()}
-    return tuple(map(tuples, shape)) if isinstance(shape, (list, tuple)) else shape
+def tuples(nested: Any) -> Any:
+    """The same shapes with tuples in place of the lists that JSON has."""
+    if isinstance(nested, dict):
+        return {key: tuples(value) for key, value in nested.items()}
+    if isinstance(nested, (list, tuple)):
+        return tuple(tuples(item) for item in nested)
+    return nested
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Short hash of the names and shapes of all parameters and buffers: the architecture, not the weights."""
+    """A short hash of the names and shapes of all parameters and buffers: of the architecture, not of the weights."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     text = json.dumps(sorted((name, list(tensor.shape)) for name, tensor in tensors))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
