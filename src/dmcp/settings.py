@@ -198,7 +198,7 @@ def _expected_number(described: Setting, value: Any) -> str:
 
 # the settings of each part
 
-_DECAY = "Weight decay; norms and biases have none."
+_DECAY = "Weight decay; not applied to norms and biases."
 _SMOOTHING = "Label smoothing of the cross-entropy loss."
 _ALIGN = "Round widths to multiples of this number. Default: 16 in wide layers, less in narrow ones."
 
@@ -225,20 +225,20 @@ class SearchConfig:
         below=1,
         option=None,
     )
-    groups: int = setting(10, "Number of groups that each space is divided into.", 1, group="Budget", commands=_GROUPED)
+    groups: int = setting(10, "Number of channel groups in each space.", 1, group="Budget", commands=_GROUPED)
     align: int | None = setting(None, _ALIGN, 1, group="Budget", commands=_GROUPED)
     min_channels: Bound = setting(
-        {}, "Fewest channels of every space, like 8, or of one, like layer1=16.", group="Budget", commands=_GROUPED
+        {}, "Minimum number of channels: 8 for every space, or layer1=16 for one.", group="Budget", commands=_GROUPED
     )
     max_channels: Bound = setting(
-        {}, "Most channels of every space, or of one, given in the same way.", group="Budget", commands=_GROUPED
+        {}, "Maximum number of channels, written in the same way.", group="Budget", commands=_GROUPED
     )
     epochs: int = setting(
-        40, "Epochs of the search, including the warm-up.", 1, option="search_epochs", shown=AUTOMATIC
+        40, "Number of search epochs, including the warm-up.", 1, option="search_epochs", shown=AUTOMATIC
     )
     warmup: float = setting(
         0.5,
-        "Share of the search's epochs that trains weights only; 0 for a trained model.",
+        "Fraction of the search epochs that train only the weights; 0 for a trained model.",
         0,
         below=1,
         shown=AUTOMATIC,
@@ -252,25 +252,25 @@ class SearchConfig:
     distill: bool = setting(
         True, "Whether sub-networks learn from the outputs of the largest one instead of the labels.", option=None
     )
-    init: Init = setting(Init.TARGET, "Where the alphas start.", option=None)
+    init: Init = setting(Init.TARGET, "Initialization of the alphas.", option=None)
     independent: bool = setting(
-        False, "Keep each group independently (Bernoulli), not along the chain: an ablation.", option=None
+        False, "Ablation: keep each group independently (Bernoulli), not along the chain.", option=None
     )
     task_loss: bool = setting(
-        True, "Whether the task loss moves the alphas, too, and not only the budget loss.", option=None
+        True, "Whether the alphas learn from the task loss, too, and not only from the budget loss.", option=None
     )
     budget_weight: float = setting(0.1, "Weight of the budget loss (lambda of eq. 15).", 0, option=None)
     train_weights: bool = setting(True, "Whether the weights are trained after the warm-up, too.", option=None)
     lr: float = setting(
         0.2,
-        "Learning rate at the start of the search, for a batch of 1024.",
+        "Initial learning rate of the search, for a batch of 1024.",
         0,
         option="search_lr",
         shown=AUTOMATIC,
     )
-    min_lr: float = setting(0.02, "Learning rate at the end of its cosine.", 0, option=None)
+    min_lr: float = setting(0.02, "Final learning rate of the cosine schedule.", 0, option=None)
     reference_batch: int = setting(
-        1024, "Batch size that lr and min_lr are meant for; they are scaled linearly to others.", 1, option=None
+        1024, "Batch size for lr and min_lr, which are scaled linearly for other sizes.", 1, option=None
     )
     momentum: float = setting(0.9, "Nesterov momentum of the weights.", 0, below=1, option=None)
     weight_decay: float = setting(1e-4, _DECAY, 0, group="Training", shown=AUTOMATIC)
@@ -278,16 +278,16 @@ class SearchConfig:
     alpha_lr: float = setting(
         0.5, "Learning rate of the alphas after the warm-up; it is not scaled with the batch.", 0, option=None
     )
-    alpha_min_lr: float = setting(0.1, "Learning rate of the alphas at the end of its cosine.", 0, option=None)
+    alpha_min_lr: float = setting(0.1, "Final learning rate of the alphas in their cosine schedule.", 0, option=None)
     sharpen: float = setting(1.0, "Factor by which all alphas grow during the search.", 1, option=None)
     alpha_momentum: float = setting(
         0.9, "Nesterov momentum of the alphas; they have no weight decay.", 0, below=1, option=None
     )
-    accumulate: int = setting(1, "Batches whose gradients are accumulated for one step.", 1, option=None)
+    accumulate: int = setting(1, "Number of batches whose gradients are accumulated per step.", 1, option=None)
     log_every: int = setting(
-        50, "Steps between two reads of the records, which also notice a loss that is not finite.", 1, option=None
+        50, "Steps between two reads of the records, which also detect non-finite losses.", 1, option=None
     )
-    seed: int = setting(0, "Random seed of initialization and sampling in the search.", 0, MAX_SEED)
+    seed: int = setting(0, "Random seed for initialization and sampling in the search.", 0, MAX_SEED)
 
     def __post_init__(self) -> None:
         check(self)
@@ -310,32 +310,32 @@ class TrainConfig:
     The paper names no momentum and no weight_decay.
     """
 
-    epochs: int = setting(100, "Epochs of training.", 1, shown=AUTOMATIC)
+    epochs: int = setting(100, "Number of training epochs.", 1, shown=AUTOMATIC)
     lr: float = setting(
         0.8,
-        "Highest learning rate, for a batch of 2048; it is scaled linearly to others.",
+        "Peak learning rate for a batch of 2048, scaled linearly for other sizes.",
         1e-300,
         commands=_COMPARED,
         shown=AUTOMATIC,
     )
     reference_batch: int | None = setting(
         2048,
-        "Batch size that all learning rates are meant for; they are scaled linearly to others. None: never scaled.",
+        "Batch size for all learning rates, which are scaled linearly for other sizes. None: never scaled.",
         1,
         option=None,
     )
-    warmup_epochs: float = setting(1.0, "Epochs in which the learning rate grows to lr.", 0, option=None)
+    warmup_epochs: float = setting(1.0, "Number of epochs in which the learning rate rises to lr.", 0, option=None)
     warmup_lr: float = setting(0.2, "Learning rate of the first step, scaled as lr is.", 0, option=None)
-    min_lr: float = setting(0.0, "Learning rate at the end of its cosine, scaled as lr is.", 0, option=None)
+    min_lr: float = setting(0.0, "Final learning rate of the cosine schedule, scaled as lr is.", 0, option=None)
     momentum: float = setting(0.9, "Momentum of SGD.", 0, below=1, option=None)
-    nesterov: bool = setting(True, "Whether the momentum is Nesterov's.", option=None)
+    nesterov: bool = setting(True, "Use Nesterov momentum.", option=None)
     weight_decay: float = setting(1e-4, _DECAY, 0, commands=_COMPARED, shown=AUTOMATIC)
     label_smoothing: float = setting(0.1, _SMOOTHING, 0, below=1, commands=_COMPARED)
-    kd_weight: float = setting(0.9, "Weight of the teacher's outputs in the loss; the labels have the rest.", 0, 1)
+    kd_weight: float = setting(0.9, "Weight of the teacher's outputs in the loss; the labels get the rest.", 0, 1)
     kd_temperature: float = setting(
-        4.0, "Temperature that the outputs of teacher and student are divided by.", 0.01, 100
+        4.0, "Distillation temperature; it divides the outputs of teacher and student.", 0.01, 100
     )
-    seed: int = setting(0, "Random seed of dropout and the like; the loader has its own.", 0, MAX_SEED)
+    seed: int = setting(0, "Random seed for dropout and similar layers; the loader has its own.", 0, MAX_SEED)
 
     def __post_init__(self) -> None:
         check(self)
@@ -346,21 +346,19 @@ class Engine:
     """How networks are run; None means: chosen for the device."""
 
     precision: Precision | None = setting(
-        None, "Dtype of the forward pass. Default: bfloat16 on GPUs that compute in it, else float32."
+        None, "Dtype of the forward pass. Default: bfloat16 on GPUs that support it, else float32."
     )
     channels_last: bool | None = setting(None, "Use the channels-last memory format. Default: on GPUs.", commands=RUNS)
     compile: bool | None = setting(
-        None, "Use torch.compile. Default: on GPUs, in runs long enough to repay the compilation."
+        None, "Use torch.compile. Default: on GPUs, in runs long enough to pay for the compilation."
     )
     graphs: bool | None = setting(None, "Use CUDA graphs. Default: on one GPU, with the default losses and optimizer.")
     kernels: bool | None = setting(
         None, "Use dmcp's own kernels for layers with few channels. Default: in bfloat16, on one GPU."
     )
-    tf32: bool = setting(True, "Allow TF32: float32 products on a GPU round their factors to 10 bits.", commands=RUNS)
-    deterministic: bool = setting(False, "Compute the same bits in every run, on a GPU, too; slower.")
-    sync_batchnorm: bool = setting(
-        False, "Use the statistics of all ranks in BatchNorm layers, on GPUs.", commands=RUNS
-    )
+    tf32: bool = setting(True, "Allow TF32: float32 products on a GPU round their inputs to 10 bits.", commands=RUNS)
+    deterministic: bool = setting(False, "Make runs bit-identical on a GPU, too; slower.")
+    sync_batchnorm: bool = setting(False, "Synchronize BatchNorm statistics across all ranks, on GPUs.", commands=RUNS)
 
     def __post_init__(self) -> None:
         check(self)
@@ -370,17 +368,17 @@ class Engine:
 class LatencyConfig:
     """Which networks are measured for a latency table, and how."""
 
-    batch: int = setting(1, "Samples in a forward pass.", 1)
+    batch: int = setting(1, "Batch size of a forward pass.", 1)
     device: str = setting("", "Device to measure on. Default: the device of the model; the CPU for onnxruntime.")
     dtype: FloatType = setting(FloatType.FLOAT32, "Dtype of weights and inputs.")
     runtime: RuntimeKind = setting(
         RuntimeKind.TORCH, "Runtime used to measure latency: torch, or onnxruntime on the CPU."
     )
-    networks: int = setting(40, "Number of networks that are measured.", 12, 10_000)
+    networks: int = setting(40, "Number of networks to measure.", 12, 10_000)
     align: int | None = setting(None, _ALIGN, 1)
-    min_channels: Bound = setting({}, "Fewest channels, as in SearchConfig.")
-    max_channels: Bound = setting({}, "Most channels, as in SearchConfig.")
-    seed: int = setting(0, "Random seed of the widths that are measured.", 0, MAX_SEED)
+    min_channels: Bound = setting({}, "Minimum number of channels, as in SearchConfig.")
+    max_channels: Bound = setting({}, "Maximum number of channels, as in SearchConfig.")
+    seed: int = setting(0, "Random seed for the widths that are measured.", 0, MAX_SEED)
 
     def __post_init__(self) -> None:
         check(self, BudgetError)

@@ -26,18 +26,18 @@ class Request:
     command: str = setting(option=None)
     typed: Mapping[str, Any] = setting(option=None)  # settings by the names of their options
     out: str = setting("", "Folder of the run. Default: a new one in runs/.")
-    resume: str = setting("", "Folder of an interrupted run to resume, with the settings it began with.", commands=RUNS)
+    resume: str = setting("", "Folder of an interrupted run to resume, with its original settings.", commands=RUNS)
     seeds: int = setting(
-        1, "Number of runs side by side, with seeds from --seed on; their mean is printed.", 1, commands=("prune",)
+        1, "Number of parallel runs, with seeds starting at --seed; their mean is printed.", 1, commands=("prune",)
     )
     dry_run: bool = setting(
         False,
-        "Train nothing and write nothing; show what a run would do: its budgets, chosen settings, time and memory.",
+        "Show what a run would do (its budgets, chosen settings, time and memory); train and write nothing.",
         commands=("prune", "compare"),
     )
     no_train: bool = setting(
         False,
-        "Stop at the cut networks: calibrate their BatchNorms and test them.",
+        "Skip the final training: only calibrate BatchNorms and test.",
         group="Training",
         commands=("prune",),
     )
@@ -51,18 +51,16 @@ class Comparison:
     """Options of dmcp compare that are no settings of a run; they replace those of the same name."""
 
     budget: tuple[str, ...] = setting((), "Budget: 50%, 211M, params:2M; repeatable.", shown="50%")
-    methods: str = setting("all", "Methods, separated by commas: all, names, package.module:NAME.")
+    methods: str = setting("all", "Comma-separated methods: all, names, or package.module:NAME.")
     set: tuple[str, ...] = setting((), "Setting of a method, like dmcp.epochs=40; repeatable.")
-    seeds: int = setting(3, "Number of seeds, from --seed on.", 1)
-    epochs: int = setting(60, "Epochs of the final training.", 1)
-    finetune_epochs: int | None = setting(None, "Epochs of fine-tuning. Default: two thirds of --epochs.", 0)
-    scratch: bool = setting(True, "Also train what each method chose from scratch, by the same recipe.")
+    seeds: int = setting(3, "Number of seeds, starting at --seed.", 1)
+    epochs: int = setting(60, "Number of epochs of the final training.", 1)
+    finetune_epochs: int | None = setting(None, "Number of fine-tuning epochs. Default: two thirds of --epochs.", 0)
+    scratch: bool = setting(True, "Also train each method's widths from scratch, with the same recipe.")
     unpruned: bool = setting(True, "Also train the unpruned network.")
-    holdout: float = setting(0.1, "Share of the training images held out for the methods' choices.")
-    gather: str = setting("", "Run nothing: make the table of this folder again.")
-    at_once: int | None = setting(
-        None, "Number of runs side by side. Default: 8 on a GPU, else the number of cores.", 1
-    )
+    holdout: float = setting(0.1, "Fraction of the training images held out for choosing widths.")
+    gather: str = setting("", "Rebuild the table of this folder without running anything.")
+    at_once: int | None = setting(None, "Number of parallel runs. Default: 8 on a GPU, else the number of cores.", 1)
 
 
 # which option sets which fields

@@ -24,11 +24,11 @@ _CODES = """\b
 Exit codes:
   0    success
   1    a bug in dmcp; please report it
-  2    a mistake in the command, the files or the settings; stderr has one sentence about it
-  3    stopped as requested; stderr has the command that resumes the run
+  2    a mistake in the command, the files or the settings; stderr says what in one sentence
+  3    stopped as requested; stderr shows the command that resumes the run
   75   lost another rank; the same command with --resume continues
   130  interrupted by Ctrl-C
-  141  the reader of the output, such as head, closed the pipe
+  141  the program reading the output, such as head, closed the pipe
 Results are printed to stdout, everything else to stderr."""
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click; newer versions of typer bring a copy of it
 _EXIT: dict[type[BaseException], int] = {  # the first that fits; all else is a bug
@@ -201,7 +201,7 @@ Input = Annotated[str, typer.Option(help=_help("input"))]
 Device = Annotated[str, typer.Option(help=_help("device"))]
 Workers = Annotated[int | None, typer.Option(min=1, max=1024, help=_help("workers"))]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help=_help("seed"))]
-_TYPED_AGAIN = "Network of the run. Needed again if building it runs your own code or downloads weights."
+_TYPED_AGAIN = "Network of the run. Required if building it runs your own code or downloads weights."
 RunModel = Annotated[str, typer.Option(help=_TYPED_AGAIN, autocompletion=complete_model)]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress, only the result.")]
@@ -261,7 +261,7 @@ def prune(request: Request) -> None:
 @app.command(cls=Grouped)
 @takes_settings
 def search(request: Request) -> None:
-    """Search only. The run holds the alphas, the expected widths, and the network cut with the searched weights.
+    """Search only. The run contains the alphas, the expected widths, and the network cut with the searched weights.
 
     \b
     Examples:
@@ -312,14 +312,14 @@ def inspect(
 @app.command(cls=Grouped)
 def sample(
     run: RunFolder,
-    direct: Annotated[int, typer.Option(min=0, max=10_000, help="Number of samples; 0: expected widths.")] = 0,
+    direct: Annotated[int, typer.Option(min=0, max=10_000, help="Number of samples; 0 for expected widths.")] = 0,
     budget: Annotated[str, typer.Option(help="Budget to scale the widths to. Default: the search's.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for the files. Default: the run.")] = None,
     seed: Seed = 0,
     model: RunModel = "",
     as_json: AsJson = False,
 ) -> None:
-    """Write widths found by a search, inside its budget: the expected ones, or samples, each a file for dmcp train.
+    """Write the expected or sampled widths of a search, within its budget, as files for dmcp train.
 
     \b
     Examples:
@@ -364,7 +364,7 @@ def data(
 ) -> None:
     """Check a data set: its classes, image sizes, broken files, and images that are in both sets.
 
-    Every image file is decoded. The exit code is 2 if the other commands would refuse the data.
+    Every image file is decoded. The exit code is 2 if the other commands would reject the data.
 
     \b
     Examples:
@@ -393,7 +393,7 @@ def latency(
     runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the latency of networks cut out of a model, and how well it predicts that of others.
+    """Measure the latency of networks cut from a model, and how well it predicts the latency of others.
 
     \b
     Examples:
@@ -422,7 +422,7 @@ def export(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the network of a run, and check that the file computes the same.
+    """Export the network of a run, and check that the file gives the same outputs.
 
     \b
     Examples:
@@ -439,7 +439,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with run folders.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """List the runs in a folder, oldest first, with state, budget, accuracy and the share of MACs that is left.
+    """List the runs in a folder, oldest first, with state, budget, accuracy and share of MACs left.
 
     \b
     Examples:
@@ -454,7 +454,7 @@ def report(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.")],
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Make one self-contained HTML page about runs.
+    """Write one self-contained HTML page about runs.
 
     \b
     Examples:
@@ -467,9 +467,9 @@ def report(
 @app.command(cls=Grouped)
 @takes_settings
 def compare(request: Request) -> None:
-    """Compare pruning methods under one protocol: the same data, split, recipe and budgets, several seeds.
+    """Compare pruning methods under one protocol: the same data, split, recipe and budgets, over several seeds.
 
-    Each method, budget and seed is a run folder. The same command, started again, continues where it stopped.
+    Each method, budget and seed has a run folder. Run the same command again to continue where it stopped.
 
     \b
     Examples:

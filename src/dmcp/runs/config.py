@@ -39,21 +39,21 @@ class RunConfig:
     command: str = setting("prune", option=None)
     recipe: str = setting(
         "",
-        "Settings by name, like imagenet_mobilenet_v2_211m; other options change them.",
+        "Recipe to start from, like imagenet_mobilenet_v2_211m; other options override it.",
         group=_MODEL_AND_DATA,
         commands=SEARCHES,
     )
     model: str = setting(
         "",
-        "Network: resnet18 and others of torchvision, timm:NAME, cifar:NAME, digits:resnet, or package.module:factory.",
+        "Network: a torchvision name like resnet18, timm:NAME, cifar:NAME, digits:resnet, or package.module:factory.",
         group=_MODEL_AND_DATA,
     )
     model_args: tuple[str, ...] = setting(
-        (), "Argument of the model's builder, like width_mult=1.5; repeatable.", group=_MODEL_AND_DATA
+        (), "Argument for the model's builder, like width_mult=1.5; repeatable.", group=_MODEL_AND_DATA
     )
     weights: str = setting(
         "",
-        "Weights file to start from, .safetensors or .pth. A last layer for other classes is initialized again.",
+        "Weights file to start from, .safetensors or .pth. A last layer for other classes is reinitialized.",
         group=_MODEL_AND_DATA,
         commands=RUNS,
     )
@@ -65,10 +65,10 @@ class RunConfig:
     input: str = setting(
         "", "Shape of one sample, like 3x224x224. Default: the data's or the model's.", group=_MODEL_AND_DATA
     )
-    ignore: tuple[str, ...] = setting((), "Module or space that is not pruned; repeatable.", group=_MODEL_AND_DATA)
+    ignore: tuple[str, ...] = setting((), "Module or space to leave unpruned; repeatable.", group=_MODEL_AND_DATA)
     inexact: bool = setting(
         False,
-        "Prune through LayerNorm and GroupNorm, too, where gates only approximate the cut network.",
+        "Also prune through LayerNorm and GroupNorm, where gates only approximate the cut network.",
         option=None,
     )
     seed: int = setting(
@@ -81,7 +81,7 @@ class RunConfig:
         group=_LATENCY,
         commands=SEARCHES,
     )
-    latency_batch: int = setting(1, "Samples in a timed forward pass.", 1, group=_LATENCY, commands=SEARCHES)
+    latency_batch: int = setting(1, "Batch size used to measure latency.", 1, group=_LATENCY, commands=SEARCHES)
     latency_device: str = setting(
         "",
         "Device used to measure latency: cpu or cuda. Default: that of --device; the CPU for onnx.",
@@ -94,17 +94,17 @@ class RunConfig:
 
     method: str = setting(
         "dmcp",
-        "Pruning method: dmcp searches; l1, l2, uniform and others of dmcp compare choose widths without a search.",
+        "Pruning method: dmcp searches; l1, l2, uniform and others from dmcp compare choose widths without a search.",
         group=_SEARCH,
         commands=("prune",),
     )
     budgets: tuple[str, ...] = setting((), option=None)  # several: one search, at search.budget, a network for each
     search: SearchConfig | None = setting(None, group=_SEARCH, commands=SEARCHES)
     search_images: int = setting(
-        0, "Images in each epoch of the search, instead of all.", 0, group=_SEARCH, commands=SEARCHES, shown=AUTOMATIC
+        0, "Images per search epoch, instead of all.", 0, group=_SEARCH, commands=SEARCHES, shown=AUTOMATIC
     )
     holdout: float = setting(
-        0.0, "Share of the training images held out to train the alphas.", group=_SEARCH, commands=SEARCHES
+        0.0, "Fraction of the training images held out to train the alphas.", group=_SEARCH, commands=SEARCHES
     )
 
     retrain: Retrain = setting(
@@ -113,7 +113,7 @@ class RunConfig:
         "the unpruned network (slimmable), or only calibrated (none).",
         group=_TRAINING,
         commands=TRAININGS,
-        shown="finetune; for dmcp train without --weights: scratch",
+        shown="finetune; scratch for dmcp train without --weights",
     )
     train: TrainConfig = setting(TrainConfig(), group=_TRAINING, commands=TRAININGS)
     widths: str = setting(
@@ -138,17 +138,17 @@ class RunConfig:
     )
     teacher_model: str = setting(
         "",
-        "Network that the teacher's weights file belongs to, named as for --model. Default: that of --model.",
+        "Network of the teacher's weights file, named as for --model. Default: that of --model.",
         group=_TRAINING,
         commands=TRAININGS,
     )
     teacher_model_args: tuple[str, ...] = setting(
-        (), "Argument of the builder of --teacher-model; repeatable.", group=_TRAINING, commands=TRAININGS
+        (), "Argument for the builder of --teacher-model; repeatable.", group=_TRAINING, commands=TRAININGS
     )
 
     batch: int = setting(
         128,
-        "Batch size over all processes; learning rates are scaled with it.",
+        "Total batch size of all processes; learning rates scale with it.",
         group=_BATCHES,
         shown=AUTOMATIC,
     )
@@ -157,7 +157,7 @@ class RunConfig:
     )
     workers: int | None = setting(
         None,
-        "Threads that read image files. Default: the number of cores.",
+        "Number of threads that read image files. Default: the number of cores.",
         1,
         1024,
         group=_BATCHES,
@@ -166,7 +166,7 @@ class RunConfig:
     )
     corrupt: Corrupt = setting(
         Corrupt.STOP,
-        "What to do with image files that cannot be read: stop, or skip and list them.",
+        "Action for unreadable image files: stop, or skip and list them.",
         group=_BATCHES,
         commands=RUNS,
         fixed=False,
@@ -174,12 +174,12 @@ class RunConfig:
     device: str = setting("", "Device: cpu or cuda. Default: a GPU if there is one.", group=_BATCHES)
     engine: Engine = setting(Engine(), group=_BATCHES, commands=COMMANDS)
 
-    save_steps: int = setting(1000, "Steps between two checkpoints.", 1, commands=RUNS)
+    save_steps: int = setting(1000, "Steps between checkpoints.", 1, commands=RUNS)
     save_minutes: float = setting(
-        5.0, "Minutes between two checkpoints; whichever of steps and minutes comes first counts.", 0, commands=RUNS
+        5.0, "Minutes between checkpoints, unless --save-steps comes first.", 0, commands=RUNS
     )
     track: tuple[str, ...] = setting(
-        (), "Also send the curves to tensorboard or wandb; repeatable.", commands=RUNS, fixed=False
+        (), "Also log the curves to tensorboard or wandb; repeatable.", commands=RUNS, fixed=False
     )
 
     def __post_init__(self) -> None:
