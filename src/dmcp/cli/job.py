@@ -197,7 +197,8 @@ def _refuse_broken_images(test: DataSet) -> None:
     if broken:
         raise DataError(
             f"{broken[0].file} ({broken[0].reason}), one of {counted(len(broken), 'test image')}, cannot be read: "
-            "repair them, or (but for compare) skip them with --corrupt skip."
+            "go on with --corrupt skip (not in compare), or repair them and start the run anew: "
+            "a run is not resumed with changed data."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ from dmcp.cli.output import (
     result_facts,
 )
 from dmcp.cli.session import check_data_is_here
-from dmcp.data.datasets import check_data, split
+from dmcp.data.datasets import DataSet, check_data, split
 from dmcp.data.datasets import load as load_data
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
@@ -34,7 +35,7 @@ from dmcp.exporting import export as exporting
 from dmcp.exporting.latency import measure_latency
 from dmcp.exporting.timing import time_files
 from dmcp.report.html import make_page, percent
-from dmcp.results import measure_networks, results_table, score
+from dmcp.results import Row, measure_networks, results_table, score
 from dmcp.runs.config import RunConfig
 from dmcp.runs.files import EXPORTED, INPUT, SEARCH, WIDTHS, read_json
 from dmcp.runs.reading import list_runs, read_run, read_runs, read_widths
@@ -50,21 +51,21 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.loop import evaluate as accuracy_of
 from dmcp.units import by, counted, table
 
-_BATCH = 64  # of images whose ranges and accuracy 8 bits need
-_LISTED = 20  # lines of each list about data
-_TAIL = 100  # lines of a log that have its tested networks
-_ROUNDING = 0.001  # of an accuracy, on another device
+_BATCH = 64  # images in a batch that calibrates or tests a file with 8 bits
+_LISTED = 20  # lines of each list in the description of a data set
+_TAIL = 100  # lines at the end of a log, which hold the tested networks
+_ROUNDING = 0.001  # by which accuracy may differ on another device
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """As wide as the terminal; in a pipe as wide as it must be, so that no name is broken."""
+    """Print a table as wide as the terminal; in a pipe, it is as wide as it must be, so that no name is broken."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 100_000
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        number = column in ("size", "MACs", "accuracy")
-        grid.add_column(column, justify="right" if number else "left", overflow="fold")
+        is_number = column in ("size", "MACs", "accuracy")
+        grid.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
@@ -74,149 +75,190 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def inspect(config: RunConfig, as_json: bool) -> None:
-    """dmcp inspect."""
+    """Run `dmcp inspect`: print what the network costs, and which of its channels can be pruned."""
     net = build(config, None)
-    sample, *_ = sample_shape(config, net)
-    graph = trace_job(config, net, sample)
+    shape, *_ = sample_shape(config, net)
+    graph = trace_job(config, net, shape)
     if as_json:
         print_json({"model": config.model} | graph.to_json())
-        return
-    print(describe_network(config.model, sample, graph))
+    else:
+        print(describe_network(config.model, shape, graph))
 
 
-def latency(config: RunConfig, classes: int | None, how: LatencyConfig, out: str, as_json: bool) -> None:
+def latency(config: RunConfig, classes: int | None, settings: LatencyConfig, out: str, as_json: bool) -> None:
+    """Run `dmcp latency`: measure cut networks, print how well a table forecasts them, and save it in `out`."""
+    # A file that cannot be written is refused before anything is measured.
     if out and Path(out).is_dir():
         raise FileError(f"--out: {out} is a folder: name a file.")
     with tempfile.TemporaryFile(dir=Path(out).parent if out else None):
-        pass  # what cannot be written is refused before anything is measured
+        pass
+
+    # The data only say how many classes there are, and the shape of a sample.
     if config.data and classes:
-        raise DmcpError("--classes: the data say how many there are: leave it out.")
-    data = load_data(config.data) if config.data else None
-    net = build(config, data.classes if data else classes)
-    sample, *_ = sample_shape(config, net, data)
-    if data:
-        sized(data, config.data, sample)  # refuses what they cannot have
-    graph, net = trace_job(config, net, sample), net.to(place_of(config))
-    example = torch.randn(1, *sample, generator=generator(0))
-    found = measure_latency(net, example, graph, how)
+        raise DmcpError("--classes: the number of classes follows from the data: leave it out.")
+    loaded = None
+    if config.data:
+        loaded = load_data(config.data)
+        classes = loaded.classes
+    net = build(config, classes)
+    shape, *_ = sample_shape(config, net, loaded)
+    if loaded is not None:
+        sized(loaded, config.data, shape)  # refuses a shape that the images cannot have
+
+    graph = trace_job(config, net, shape)
+    net = net.to(place_of(config))
+    example = torch.randn(1, *shape, generator=generator(0))
+    measured = measure_latency(net, example, graph, settings)
+
     if out:
-        found.save(out)
+        measured.save(out)
     if as_json:
-        print_json(found.to_json() | ({"file": out} if out else {}))
-    else:
-        print(*filter(None, [found.summary, found.warning, out]), sep="\n")
+        facts = measured.to_json()
+        if out:
+            facts["file"] = out
+        print_json(facts)
+        return
+    for line in (measured.summary, measured.warning, out):
+        if line:
+            print(line)
 
 
 # data
 
 
 def data(name: str, quiet: bool, as_json: bool) -> None:
-    """dmcp data."""
+    """Run `dmcp data`: look at every image of a data set, and fail if it cannot be used as it is."""
     loaded = load_data(name, strict=False)
     count = len(loaded.train) + len(loaded.test)
-    with progress.showing(False if quiet or as_json else None, lines=True), progress.phase("files", count) as read:
-        facts = check_data(loaded, read)
+    visible = False if quiet or as_json else None
+    with progress.showing(visible, lines=True), progress.phase("files", count) as update:
+        facts = check_data(loaded, update)
+
     if as_json:
         print_json({"data": name} | facts)
     else:
         for line in _describe_data(name, facts):
             print(make_printable(line))
+
     if facts["in_both"]:
         log(
-            f"{len(facts['in_both']):,} of {counted(facts['test']['images'], 'test image')} are training images, too, "
+            f"{len(facts['in_both']):,} of {counted(facts['test']['images'], 'test image')} are also training images, "
             "which makes the accuracy look better than it is: remove them from one of the sets."
         )
     if facts["broken"]:
         raise DataError(
-            f"{len(facts['broken'])} of {counted(count, 'image file')} cannot be read: "
-            "repair or remove them, or skip them with --corrupt skip."
+            f"{len(facts['broken'])} of {counted(count, 'image file')} cannot be read: go on with --corrupt skip, "
+            "or repair the files and start the run anew: a run is not resumed with changed data."
         )
     if not facts["well"]:
         raise DataError(f"{name}: at least two classes are needed, each with images in both train/ and val/.")
 
 
 def _describe_data(name: str, facts: dict[str, Any]) -> Iterator[str]:
-    """Lines about a data set."""
+    """Yield lines about the classes, the images and the problems of a data set."""
     yield f"{name}: {facts['classes']} class{'' if facts['classes'] == 1 else 'es'}"
-    yield f"{counted(facts['train']['images'], 'training image')}: {facts['train']['from']}"
-    yield f"{counted(facts['test']['images'], 'test image')}: {facts['test']['from']}"
+    for part, kind in (("train", "training image"), ("test", "test image")):
+        yield f"{counted(facts[part]['images'], kind)}: {facts[part]['from']}"
     if facts["sizes"]:
         sizes = ", ".join(f"{word} {by(size)}" for word, size in facts["sizes"].items())
         yield f"height x width: {sizes}"
-    lists = {
-        "Classes without images": facts["wrong_classes"],
-        "Files that cannot be read": [f"{broken['file']}: {broken['reason']}" for broken in facts["broken"]],
-        "Images in both sets": [f"{pair['train']} = {pair['test']}" for pair in facts["in_both"]],
-    }
-    for title, entries in lists.items():
-        yield f"{title}: {len(entries) or 'none'}"
-        for entry in entries[:_LISTED]:
-            yield f"  {entry}"
-        if len(entries) > _LISTED:
-            yield f"  and {len(entries) - _LISTED:,} more: --json lists all"
+
+    unreadable = [f"{broken['file']}: {broken['reason']}" for broken in facts["broken"]]
+    duplicates = [f"{pair['train']} = {pair['test']}" for pair in facts["in_both"]]
+    yield from _describe_list("Classes without images", facts["wrong_classes"])
+    yield from _describe_list("Files that cannot be read", unreadable)
+    yield from _describe_list("Images in both sets", duplicates)
+
+
+def _describe_list(title: str, entries: Sequence[str]) -> Iterator[str]:
+    """Yield the number of entries and the first of them, a line each."""
+    yield f"{title}: {len(entries) or 'none'}"
+    for entry in entries[:_LISTED]:
+        yield f"  {entry}"
+    if len(entries) > _LISTED:
+        yield f"  and {len(entries) - _LISTED:,} more: --json lists all"
 
 
 # runs
 
 
 def runs(folder: Path, as_json: bool) -> None:
-    found = list_runs(folder)
-    facts = [run.describe() for run in found]
+    """Run `dmcp runs`: list the runs in a folder."""
+    past_runs = list_runs(folder)
     if as_json:
-        print_json(facts)
+        print_json([run.describe() for run in past_runs])
         return
-    for run, fact in zip(found, facts, strict=True):
-        fact["state"] += f": {fact['progress']}" if fact["progress"] else ""
-        fact["accuracy"] = score(run.result, " %") if run.result else ""
-        fact["MACs"] = "" if fact["macs_share"] is None else percent(fact["macs_share"])
-    columns = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
-    if facts:
-        _print_table(columns, [[fact[name] for name in columns] for fact in facts])
-    else:
+    if not past_runs:
         print(f"{folder}: no runs.")
+        return
+    columns = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
+    rows = []
+    for run in past_runs:
+        cells = run.describe()
+        if cells["progress"]:
+            cells["state"] += f": {cells['progress']}"
+        cells["accuracy"] = score(run.result, " %") if run.result else ""
+        cells["MACs"] = "" if cells["macs_share"] is None else percent(cells["macs_share"])
+        rows.append([cells[column] for column in columns])
+    _print_table(columns, rows)
 
 
 def report(runs: Sequence[Path], out: Path) -> None:
+    """Run `dmcp report`: write a page about some runs."""
     Run(out.parent).write(out.name, make_page(read_runs(runs)))
     print(out)
 
 
-def _read_done(run: Path, name: str, model: str) -> tuple[dict[str, Any], RunConfig]:
-    """Settings of a run; FileError if it has not made this file yet, or never will. model: its network as typed."""
+def _read_settings(run: Path, file: str, model: str) -> tuple[dict[str, Any], RunConfig]:
+    """Return the settings of a run that has this file, as they are stored and as a config.
+
+    A run that has not made the file yet, or never will, is refused. model: its network as the user typed it.
+    """
     stored, config = read_config(run)
     check_typed(run, config, {"model": model})
-    if not (run / name).exists():
-        done = Run(run).done
-        way = "give a run that has one, or of several budgets the folder of one" if done else "go on with --resume"
-        raise FileError(f"{run} has no {name}: {way}.")
+    if not (run / file).exists():
+        advice = "go on with --resume"
+        if Run(run).done:
+            advice = "give a run that has one, or of several budgets the folder of one"
+        raise FileError(f"{run} has no {file}: {advice}.")
     return stored, config
 
 
-def _open_run(run: Path, name: str, model: str) -> tuple[RunConfig, nn.Module, ChannelGraph, tuple[int, ...]]:
-    """Settings of a run that has this file, its unpruned network with fresh weights, its graph, a sample's shape."""
-    stored, config = _read_done(run, name, model)
-    classes, sample = stored.get("classes"), stored.get("shape")
-    if type(classes) is not int or not isinstance(sample, list) or not all(type(n) is int and n > 0 for n in sample):
-        raise FileError(f"{run}: its settings do not say the classes, and the shape of an image.")
+def _rebuild_network(
+    run: Path, stored: Mapping[str, Any], config: RunConfig
+) -> tuple[nn.Module, ChannelGraph, tuple[int, ...]]:
+    """Return the unpruned network of a run with fresh weights, its graph, and the shape of a sample."""
+    classes = stored.get("classes")
+    sizes = stored.get("shape")
+    is_shape = isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes)
+    if type(classes) is not int or not is_shape:
+        raise FileError(f"{run}: its settings do not say the number of classes and the shape of an image.")
+    shape = tuple(stored["shape"])
     fresh = build(config, classes)
-    return config, fresh, trace_job(config, fresh, tuple(sample)), tuple(sample)
+    return fresh, trace_job(config, fresh, shape), shape
 
 
 def sample(run: Path, direct: int, budget: str, out: Path, seed: int, model: str, as_json: bool) -> None:
-    _, _, graph, _ = _open_run(run, SEARCH, model)
-    found = load_search(run, graph)
-    graph = found.graph  # with the run's table of latency, if it has one
+    """Run `dmcp sample`: write widths from the search of a run, the expected ones or `direct` random ones."""
+    stored, config = _read_settings(run, SEARCH, model)
+    _, graph, _ = _rebuild_network(run, stored, config)
+    search = load_search(run, graph)
+    graph = search.graph  # with the run's table of latency, if it has one
     if budget:
-        searched, found = found.budget, found.with_budget(budget)
-        if searched.limits != found.budget.limits:
-            log(f"The search was for {searched.text}: its widths are scaled to {budget}, not searched again.")
-    samples = sampling.direct(found, direct, generator(seed)) if direct else [sampling.expected(found)]
-    kind = "direct" if direct else "expected"
-    if budget:
-        kind = f"{kind}-{found.budget.file_name}"
-    files = {out / f"{kind}{f'-{number}' if direct else ''}.json": it for number, it in enumerate(samples, 1)}
+        searched_budget = search.budget
+        search = search.with_budget(budget)
+        if searched_budget.limits != search.budget.limits:
+            log(f"The search was for {searched_budget.text}: its widths are scaled to {budget}, not searched again.")
+
+    suffix = f"-{search.budget.file_name}" if budget else ""
+    if direct:
+        samples = sampling.direct(search, direct, generator(seed))
+        files = {out / f"direct{suffix}-{number}.json": widths for number, widths in enumerate(samples, 1)}
+    else:
+        files = {out / f"expected{suffix}.json": sampling.expected(search)}
     for path, widths in files.items():
         Run(out).write(path.name, widths.to_json())
+
     if as_json:
         print_json([{"file": str(path)} | cost_facts(graph, widths) for path, widths in files.items()])
         return
@@ -225,96 +267,161 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, model: str
 
 
 def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -> None:
-    """dmcp evaluate; changes: settings that are not those of the run."""
-    _, config = _read_done(run, WIDTHS, model)
+    """Run `dmcp evaluate`: test the pruned network of a run again; `changes` are settings to use instead of its own."""
+    _, config = _read_settings(run, WIDTHS, model)
     same_data = changes.get("data", config.data) == config.data
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
     check_data_is_here(run, config)
     job = open_job(config)
-    small = load(run, job.fresh)
-    kept = {run.name: read_widths(run / WIDTHS, job.graph)}
+    pruned = load(run, job.fresh)
+    widths = read_widths(run / WIDTHS, job.graph)
+
+    example = next(iter(job.test))[0]
     with progress.showing(False if as_json else None):
-        rows = measure_networks({run.name: small}, job.graph, kept, job.test, next(iter(job.test))[0])
+        rows = measure_networks({run.name: pruned}, job.graph, {run.name: widths}, job.test, example)
     log(*describe_replaced(job.replaced))
-    row, recorded = rows[0], read_run(run, _TAIL).result if same_data else None
-    if recorded and (recorded.samples, recorded.params, recorded.score) != (row.samples, row.params, row.score):
-        recorded = None
-    if recorded and abs(row.accuracy - recorded.accuracy) > max(_ROUNDING, 1.5 / row.samples):  # more than an image
-        log(f"The run recorded {score(recorded)}: code, data or weights are not those of the run.")
+
+    # What the run recorded should come out again, unless the code, the data or the weights have changed.
+    row = rows[0]
+    recorded = _recorded_row(run, row) if same_data else None
+    if recorded:
+        one_image = 1.5 / row.samples  # one image may be on the other side, two may not
+        if abs(row.accuracy - recorded.accuracy) > max(_ROUNDING, one_image):
+            log(f"The run recorded {score(recorded)}: the code, the data or the weights are not those of the run.")
+
     if as_json:
-        facts = result_facts(run, job.graph, kept[run.name], job.replaced)
+        facts = result_facts(run, job.graph, widths, job.replaced)
         facts["recorded_accuracy"] = recorded.accuracy if recorded else None
-        print_json(facts | {"networks": [asdict(row)]})
+        facts["networks"] = [asdict(row)]
+        print_json(facts)
         return
     print(results_table(rows, job.graph))
     if recorded:
         print(f"- the run recorded {score(recorded)}")
 
 
+def _recorded_row(run: Path, row: Row) -> Row | None:
+    """Return the result that the run recorded, if it is about the same network, test set and metric as this row."""
+    recorded = read_run(run, _TAIL).result
+    if recorded is None:
+        return None
+    is_same_test = (recorded.samples, recorded.params, recorded.score) == (row.samples, row.params, row.score)
+    return recorded if is_same_test else None
+
+
+# exported files
+
+
 def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: bool) -> None:
-    """dmcp export; 8 bits by way of a file with 32, which is tested and timed beside it."""
-    config, fresh, graph, shape = _open_run(run, WIDTHS, model)
+    """Run `dmcp export`: write the pruned network as a file, and time it beside the unpruned one.
+
+    A file with 8 bits is made from one with 32, which is tested and timed, too.
+    """
+    stored, config = _read_settings(run, WIDTHS, model)
+    fresh, graph, shape = _rebuild_network(run, stored, config)
     exporting.check_target(out)
-    if int8 and out.suffix != exporting.ONNX:
-        raise FileError(f"{out}: only {exporting.ONNX} files can have 8 bits.")
     if int8:
+        if out.suffix != exporting.ONNX:
+            raise FileError(f"{out}: only {exporting.ONNX} files can have 8 bits.")
         check_data_is_here(run, config)
-        ranges, test = _images(config)
-    small, widths = load(run, fresh), read_widths(run / WIDTHS, graph)
-    how, example = read_json(run / INPUT), torch.zeros(1, *shape)
+        calibration, test = _int8_loaders(config)
+
+    pruned = load(run, fresh)
+    widths = read_widths(run / WIDTHS, graph)
+    preprocessing = read_json(run / INPUT)
+    example = torch.zeros(1, *shape)
+
     shown = progress.showing(False if quiet or as_json else None, lines=True)
-    with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", 2 + int8) as done:
-        files = {"int8" if int8 else "exported": out, "unpruned": Path(folder) / f"unpruned{out.suffix}"}
-        files |= {"float32": Path(folder) / "float32.onnx"} if int8 else {}
-        made = exporting.export(small, example, files.get("float32", out), preprocessing=how)
-        done(1)
-        try:
-            exporting.export(fresh, example, files["unpruned"], preprocessing=how)
-        except DmcpError:  # it is only there to compare
-            del files["unpruned"]
-        done(2)
+    steps = 3 if int8 else 2
+    with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", steps) as update:
+        # The pruned network.
+        files = {"int8" if int8 else "exported": out}
+        float32 = Path(folder) / "float32.onnx" if int8 else out
+        exported = exporting.export(pruned, example, float32, preprocessing=preprocessing)
+        update(1)
+
+        # The unpruned network is there to compare: if it cannot be exported, its column is left out.
+        unpruned = Path(folder) / f"unpruned{out.suffix}"
+        with contextlib.suppress(DmcpError):
+            exporting.export(fresh, example, unpruned, preprocessing=preprocessing)
+            files["unpruned"] = unpruned
+        update(2)
+
         if int8:
-            made = exporting.quantize(files["float32"], ranges, out)
-            done(3)
-        measured: dict[str, dict[str, Any]] = {
-            name: {"bytes": path.stat().st_size, "ms": ms}
-            for (name, path), ms in zip(files.items(), time_files([*files.values()], example), strict=True)
-        }
-        for name in ("int8", "float32") if int8 else ():
-            measured[name]["accuracy"] = _accuracy(small, files[name], test)
+            files["float32"] = float32
+            exported = exporting.quantize(float32, calibration, out)
+            update(3)
+
+        # All files are timed in turns; with fewer bits, accuracy may be lost, so both precisions are tested.
+        times = time_files(list(files.values()), example)
+        measured: dict[str, dict[str, Any]] = {}
+        for (name, path), ms in zip(files.items(), times, strict=True):
+            measured[name] = {"bytes": path.stat().st_size, "ms": ms}
+        if int8:
+            for name in ("int8", "float32"):
+                measured[name]["accuracy"] = _file_accuracy(files[name], pruned, test)
+
     if out.parent == run and "unpruned" in measured:
-        known = read_json(run / EXPORTED) if (run / EXPORTED).exists() else {}
-        known.pop(out.name, None)  # the last one is the newest
-        times = {"float32" if name == "exported" else name: it["ms"] for name, it in measured.items()}
-        Run(run).write(EXPORTED, known | {out.name: {"runtime": made.runtime, "ms": times}})
+        _record_times(run, out.name, exported.runtime, measured)
     if as_json:
-        facts = {"file": str(out), "runtime": made.runtime, "difference": made.difference}
-        print_json(result_facts(run, graph, widths) | facts | {"preprocessing": how, "files": measured})
+        facts = result_facts(run, graph, widths)
+        facts |= {"file": str(out), "runtime": exported.runtime, "difference": exported.difference}
+        facts |= {"preprocessing": preprocessing, "files": measured}
+        print_json(facts)
         return
-    what = "of the outputs (root mean square)" if int8 else "of the largest one"
-    print(f"{out}\nin {made.runtime}: outputs differ by {made.difference:.1e} {what}")
-    print(f"in it, as {exporting.NOTE}: {', '.join(how)}\n" if how else "no preprocessing is in the file\n")
-    cells = {"bytes": "{:,}", "ms": "{:.3f}", "accuracy": "{:.2%}"}
-    rows = [["", *measured]]
-    for name, form in cells.items():
-        if any(name in it for it in measured.values()):
-            rows.append([name, *(form.format(it[name]) if name in it else "" for it in measured.values())])
-    print(table(rows))
-    print(f"ms: one sample in {made.runtime}, on one thread of this machine's CPU")
+    scale = "of the outputs (root mean square)" if int8 else "of the largest one"
+    print(f"{out}\nin {exported.runtime}: outputs differ by {exported.difference:.1e} {scale}")
+    if preprocessing:
+        print(f"in it, as {exporting.NOTE}: {', '.join(preprocessing)}\n")
+    else:
+        print("no preprocessing is in the file\n")
+    print(_files_table(measured))
+    print(f"ms: one sample in {exported.runtime}, on one thread of this machine's CPU")
 
 
-def _images(config: RunConfig) -> tuple[Loader, Loader]:
-    """Some training images, as they are when they are tested, always the same; and all test images."""
+def _int8_loaders(config: RunConfig) -> tuple[Loader, Loader]:
+    """Return loaders of the images that calibrate 8 bits, and of those that test them.
+
+    Calibration takes always the same training images, as they are when they are tested, which means not augmented.
+    """
     job = open_job(replace(config, device="cpu", weights="", teacher="", teacher_model=""))
-    train, count = job.data.train, len(job.data.train)
-    some = train if count <= 2 * exporting.SAMPLES else split(train, exporting.SAMPLES / count)[1]
-    how: dict[str, Any] = {"workers": config.workers, "corrupt": config.corrupt}
-    first, second = (make_loader(it, min(_BATCH, len(it)), train=False, **how) for it in (some, job.data.test))
-    return first, second
+    calibration = job.data.train
+    if len(calibration) > 2 * exporting.SAMPLES:
+        _, calibration = split(calibration, exporting.SAMPLES / len(calibration))
+
+    def make(images: DataSet) -> Loader:
+        batch = min(_BATCH, len(images))
+        return make_loader(images, batch, train=False, workers=config.workers, corrupt=config.corrupt)
+
+    return make(calibration), make(job.data.test)
 
 
-def _accuracy(small: nn.Module, path: Path, test: Loader) -> float:
-    """Of a file on the test images; the network says where batches go, and is not run."""
-    runtime = exporting.open_file(path)
+def _file_accuracy(path: Path, pruned: nn.Module, test: Loader) -> float:
+    """Return the accuracy of an exported file; the network only says where batches go, and is not run."""
+    file = exporting.open_file(path)
     with torch.no_grad():
-        return accuracy_of(small, test, forward=lambda x: runtime.run(x)[0])
+        return accuracy_of(pruned, test, forward=lambda x: file.run(x)[0])
+
+
+def _record_times(run: Path, file: str, runtime: str, measured: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the times of a file to those that the run keeps for its report, where the last entry is the newest."""
+    recorded = {}
+    if (run / EXPORTED).exists():
+        recorded = read_json(run / EXPORTED)
+    recorded.pop(file, None)
+    times = {}
+    for name, facts in measured.items():
+        precision = "float32" if name == "exported" else name
+        times[precision] = facts["ms"]
+    recorded[file] = {"runtime": runtime, "ms": times}
+    Run(run).write(EXPORTED, recorded)
+
+
+def _files_table(measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a column for each file and a row for each quantity that was measured."""
+    rows = [["", *measured]]
+    for quantity, form in {"bytes": "{:,}", "ms": "{:.3f}", "accuracy": "{:.2%}"}.items():
+        cells = [form.format(facts[quantity]) if quantity in facts else "" for facts in measured.values()]
+        if any(cells):
+            rows.append([quantity, *cells])
+    return table(rows)
