@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ class LayerCost:
 
 
 def product(coefficient: int, dims: Iterable[Layout]) -> Terms:
-    """The polynomial coefficient x width of dim x width of dim ..."""
+    """The polynomial coefficient x size of dim x size of dim ..."""
     terms: Terms = {(): coefficient}
     for layout in dims:
         grown: Terms = {}
@@ -72,22 +74,30 @@ class Polynomial:
         self.terms = terms
         self.spaces = spaces
         self._factors = factors  # of a peak: of each term, in each of its polynomials
-        powers = [[(space, key.count(space)) for space in dict.fromkeys(key)] for key in terms]
-        self._powers = max((power for row in powers for _, power in row), default=1)
-        self._degree = max(map(len, powers), default=0)
-        ones = self._powers * spaces  # the row behind the widths, their squares, ...
-        self._rows = [
-            [space + (power - 1) * spaces for space, power in row] + [ones] * (self._degree - len(row))
-            for row in powers
-        ]
+        powers_by_term = [Counter(key) for key in terms]  # space -> its power, for each term
+        self._highest_power = max((max(powers.values(), default=1) for powers in powers_by_term), default=1)
+        self._most_spaces = max((len(powers) for powers in powers_by_term), default=0)
+
+        # A term is the product of some rows of a table: the widths, their squares, ..., and a row of ones that fills
+        # up terms of fewer spaces.
+        row_of_ones = self._highest_power * spaces
+        self._rows: list[list[int]] = []
+        for powers in powers_by_term:
+            rows = [space + (power - 1) * spaces for space, power in powers.items()]
+            rows += [row_of_ones] * (self._most_spaces - len(rows))
+            self._rows.append(rows)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, widths: Tensor) -> Tensor:
         """Exact for integers, differentiable for floats. (N, S) -> (N,)"""
         widths = widths.T if widths.is_floating_point() else widths.T.long()
-        chunks = torch.split(widths, max(1, _CHUNK // max(1, len(self.terms))), dim=1)
-        # products, not pow: that is exact for few numbers only
-        return torch.cat([self._sum(list(itertools.accumulate([it] * self._powers, torch.mul))) for it in chunks])
+        chunk_size = max(1, _CHUNK // max(1, len(self.terms)))
+        values: list[Tensor] = []
+        for chunk in torch.split(widths, chunk_size, dim=1):
+            # products, not pow, which is exact for few numbers only
+            powers = list(itertools.accumulate([chunk] * self._highest_power, torch.mul))
+            values.append(self._sum(powers))
+        return torch.cat(values)
 
     def evaluate(self, widths: Sequence[int]) -> int:
         """The exact value at some widths."""
@@ -95,7 +105,8 @@ class Polynomial:
 
     def expected(self, moment: Callable[[int], Tensor]) -> Tensor:
         """Expectation if the widths of spaces are independent (eqs. 9 to 12); moment(p) gives E[w ** p]. -> ()"""
-        return self._sum([moment(power)[:, None] for power in range(1, self._powers + 1)]).reshape(())
+        powers = [moment(power)[:, None] for power in range(1, self._highest_power + 1)]
+        return self._sum(powers).reshape(())
 
     def _sum(self, powers: Sequence[Tensor]) -> Tensor:
         """The value from the widths, their squares, ... (S, N) each -> (N,)"""
@@ -115,30 +126,34 @@ class Polynomial:
         key = like.device, like.dtype
         if key not in self._tables:
             with torch.inference_mode(False):  # what is made in inference mode could not be used in training later
-                numbers = (list(self.terms.values()), self._rows, self._factors)
-                made = [torch.tensor(it, dtype=torch.int64, device=like.device) for it in numbers]
-                columns = made[1].reshape(len(self._rows), self._degree).T.contiguous()
-                self._tables[key] = made[0].to(like.dtype)[:, None], columns, made[2].to(like.dtype)
+
+                def on_device(numbers: Sequence[Any]) -> Tensor:
+                    return torch.tensor(numbers, dtype=torch.int64, device=like.device)
+
+                coefficients = on_device(list(self.terms.values())).to(like.dtype)[:, None]
+                columns = on_device(self._rows).reshape(len(self._rows), self._most_spaces).T.contiguous()
+                factors = on_device(self._factors).to(like.dtype)
+                self._tables[key] = coefficients, columns, factors
         return self._tables[key]
 
 
-# ops that give back the memory of their input, in eval mode
+# Ops whose output has the memory of their input, in eval mode.
 VIEWS = {"reshape", "flatten", "unflatten", "expand_as", "view_as", "contiguous", "dropout", "feature_dropout"}
 _ELEMENTWISE = {"batch_norm", "prelu", "_prelu_kernel", "where", "masked_fill"}  # besides those with a pointwise rule
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One op as it runs, and the bytes of all activations that are held then."""
+    """A moment at which one op runs, and the bytes of all activations that are held then."""
 
     name: str  # of the layer
     terms: Terms
 
 
 class Peak(Polynomial):
-    """The maximum of some polynomials over the same products of widths; like one of them, it grows with each width.
+    """The maximum of several polynomials over the same products of widths. Like each of them, it grows with each width.
 
-    Its expectation is the maximum of theirs, which is not above the expectation of the maximum.
+    As its expectation we take the maximum of their expectations, which is a lower bound of the expected maximum.
     """
 
     def __init__(self, moments: Sequence[Moment], spaces: int) -> None:
@@ -164,84 +179,116 @@ class Peak(Polynomial):
 
 
 def moments(coupling: Coupling, numbers: Mapping[int, int], batch: int | None) -> tuple[Moment, ...]:
-    """Of the pass in eval mode, for one sample: the moments that can be the worst ones at some widths.
+    """The moments of the pass in eval mode that can be the worst ones at some widths, for one sample.
 
-    Held is what is still to be read, the inputs and what an op is writing. An elementwise op overwrites what nobody
-    reads after it, as runtimes do, so norms and activation functions take no memory of their own. What is computed
-    from weights alone is not counted, nor what an op needs for itself.
+    Memory is held by the inputs, by what an op is writing, and by what is still to be read. An elementwise op
+    overwrites an input that nobody reads after it, as runtimes do, so norms and activation functions take no memory of
+    their own. Not counted is what is computed from weights alone, and the scratch memory of an op.
     """
-    first, recording = coupling.passes[0], coupling.passes[0].recording
-    holders = _holders(recording, first.flows)
+    evaluated = coupling.passes[0]
+    recording = evaluated.recording
     samples = batch or 1
 
-    def size(value: int) -> Terms:
-        terms = product(recording.dtypes[value].itemsize, coupling.in_spaces(first.layouts[value], numbers))
+    def bytes_of(value: int) -> Terms:
+        terms = product(recording.dtypes[value].itemsize, coupling.in_spaces(evaluated.layouts[value], numbers))
         return {spaces: -(-factor // samples) for spaces, factor in terms.items()}
 
-    held = [(born, dies, size(value)) for value, (born, dies) in holders.items()]
-    found = [
-        Moment(op.path, total(terms for born, dies, terms in held if born <= number <= dies))
-        for number, op in enumerate(recording.ops)
-    ]
-    return tuple(_worst([moment for moment in found if moment.terms]))
+    holders = _holders(recording, evaluated.flows)
+    held = [(born, dies, bytes_of(value)) for value, (born, dies) in holders.items()]
+    candidates: list[Moment] = []
+    for number, op in enumerate(recording.ops):
+        moment = Moment(op.path, total(terms for born, dies, terms in held if born <= number <= dies))
+        if moment.terms:
+            candidates.append(moment)
+    return tuple(_worst(candidates))
 
 
 def _holders(recording: Recording, flows: Sequence[Flow]) -> dict[int, tuple[int, int]]:
     """First and last op during which memory is held, by the value that it was allocated for."""
-
-    def same(old: int, new: int) -> bool:
-        return (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
-
     owners, complete = _owners(recording)
-    last: dict[int, int] = {}
+    last_use = _last_uses(recording, owners)
+
+    # Inputs are held from the start, constants from where they are first seen.
+    memory: dict[int, int] = {}  # value -> the value whose memory it lies in
+    held: dict[int, tuple[int, int]] = {}
+    for value in recording.inputs:
+        if value in owners:
+            memory[value] = value
+            held[value] = (0, last_use.get(value, 0))
+    for value, since in recording.constants.items():
+        if value in last_use:  # what is computed from weights alone has no use here
+            memory[value] = value
+            held[value] = (since.ops, last_use[value])
+
+    def can_hold(old: int, new: int) -> bool:
+        same = (recording.shapes[old], recording.dtypes[old]) == (recording.shapes[new], recording.dtypes[new])
+        return old in complete and same and owners[old] not in recording.inputs  # inputs belong to the caller
+
     for number, op in enumerate(recording.ops):
-        last |= {owners[value]: number for value in (*op.inputs(), *op.outs[:1]) if value in owners}
-    last |= {owners[value]: len(recording.ops) for value in recording.outputs if value in owners}
-    places = {value: value for value in recording.inputs if value in owners}
-    held = {value: (0, last.get(value, 0)) for value in places}
-    back = {value: since.ops for value, since in recording.constants.items() if value in last}  # not own
-    places |= {value: value for value in back}
-    held |= {value: (born, last[value]) for value, born in back.items()}
-    for number, op in enumerate(recording.ops):
+        is_elementwise = op.name in _ELEMENTWISE or flows[number] is Flow.POINTWISE
         for out in op.outs:
-            if out is None or out in places or owners.get(out) != out or out not in last:  # not new, or never read
+            is_new = out is not None and out not in memory and owners.get(out) == out
+            if not is_new or out not in last_use:
                 continue
-            elementwise = op.name in _ELEMENTWISE or flows[number] is Flow.POINTWISE
-            looks = [value for value in op.inputs() if value in complete and same(value, out)] * elementwise
-            free = (owners[value] for value in looks if owners[value] not in recording.inputs)  # those are the caller's
-            old = next((value for value in free if last[value] == number), out)
-            places[out] = places.get(old, out)
-            held[places[out]] = (held.get(places[out], (number, 0))[0], last[out])
+            memory[out] = out
+            if is_elementwise:
+                for value in op.inputs():
+                    if can_hold(value, out) and last_use[owners[value]] == number:
+                        memory[out] = memory.get(owners[value], out)
+                        break
+            born, _ = held.get(memory[out], (number, number))
+            held[memory[out]] = (born, last_use[out])
     return held
 
 
+def _last_uses(recording: Recording, owners: Mapping[int, int]) -> dict[int, int]:
+    """The last op that reads or writes the memory of each owner; outputs are used after the last op."""
+    last_use: dict[int, int] = {}
+    for number, op in enumerate(recording.ops):
+        for value in (*op.inputs(), *op.outs[:1]):
+            if value is not None and value in owners:
+                last_use[owners[value]] = number
+    for value in recording.outputs:
+        if value in owners:
+            last_use[owners[value]] = len(recording.ops)
+    return last_use
+
+
 def _owners(recording: Recording) -> tuple[dict[int, int], set[int]]:
-    """Of each activation: the value whose memory it is a view of, which may be itself; and the views of all of it."""
-    own = recording.own
-    owners = {value: value for value in (*recording.inputs, *recording.constants) if value not in own}
+    """The value in whose memory each activation lies (often itself), and the activations that fill that memory."""
+    from_weights = recording.own
+    owners: dict[int, int] = {}
+    for value in (*recording.inputs, *recording.constants):
+        if value not in from_weights:
+            owners[value] = value
     complete = set(owners)
     for op in recording.ops:
         inputs = [value for value in op.inputs() if value in owners]
+        returns_input = op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
         for out in op.outs:
-            if out is None or out in owners or out in own:
+            if out is None or out in owners or out in from_weights:
                 continue
-            view = op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
-            looks = inputs and view and recording.dtypes[out] == recording.dtypes[inputs[0]]
-            owners[out] = owners[inputs[0]] if looks else out
-            sizes = [math.prod(recording.shapes[value]) for value in (out, *inputs[:1])]
-            if not looks or (inputs[0] in complete and sizes[0] == sizes[1]):
+            if not inputs or not returns_input or recording.dtypes[out] != recording.dtypes[inputs[0]]:
+                owners[out] = out
+                complete.add(out)
+                continue
+            source = inputs[0]
+            owners[out] = owners[source]
+            if source in complete and math.prod(recording.shapes[out]) == math.prod(recording.shapes[source]):
                 complete.add(out)
     return owners, complete
 
 
-def _worst(found: Sequence[Moment]) -> list[Moment]:
-    """Those that no other one exceeds at all widths, each once, in order."""
+def _worst(candidates: Sequence[Moment]) -> list[Moment]:
+    """The moments that no other one exceeds at all widths, each once, in order."""
 
-    def covers(one: Moment, other: Moment) -> bool:
-        return all(one.terms.get(spaces, 0) >= factor for spaces, factor in other.terms.items())
+    def covers(larger: Moment, smaller: Moment) -> bool:
+        return all(larger.terms.get(spaces, 0) >= factor for spaces, factor in smaller.terms.items())
 
     kept: list[Moment] = []
-    for moment in found:
-        if not any(covers(other, moment) for other in kept):
-            kept = [other for other in kept if not covers(moment, other)] + [moment]
+    for moment in candidates:
+        if any(covers(rival, moment) for rival in kept):
+            continue
+        kept = [rival for rival in kept if not covers(moment, rival)]
+        kept.append(moment)
     return kept
