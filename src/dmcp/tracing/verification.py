@@ -1,4 +1,4 @@
-"""Is what is cut what was gated? Both networks run on real numbers, and must give the same outputs and gradients."""
+"""Check that the cut network computes what the gated one does: same outputs and gradients on real numbers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _SMALL = 1e-3  # gradients are compared with their own largest number, but with 
 def verify(
     model: nn.Module, graph: ChannelGraph, example_input: Any, widths: Mapping[str, Kept] | None = None
 ) -> float:
-    """Compare the cut network with the gated one, in float64 if the model runs so; CutError if they differ.
+    """Compare the cut network with the gated one, and raise a CutError if they differ.
 
-    `trace` does this by itself. Here you can give other widths (whatever `cut` takes) and other inputs than the one
-    that was traced, such as a larger image. Outputs are compared in eval mode, outputs and gradients in train mode;
-    random numbers, as of dropout, are replaced by constants. Returns the largest difference of outputs, as a share of
-    the largest one.
+    `trace` does this by itself. Use `verify` for other widths (whatever `cut` takes), or for other inputs than the
+    traced one, such as a larger image. The networks run in float64 if the model can. Outputs are compared in eval mode,
+    outputs and gradients in train mode; random numbers, such as those of dropout, are replaced by constants. Returns
+    the largest difference between outputs, as a share of the largest output.
     """
     model = unwrap(model)
     check_example(example_input)
@@ -57,16 +57,16 @@ def verify(
     _check_stands_alone(model, example_input)
     kept = _some_channels(graph.spaces) if widths is None else widths
     difference = _compare(model, graph, example_input, kept)
-    if difference.found:
+    if difference.is_real:
         raise CutError(
-            f"{difference.text}: something in this model's code escapes the trace. Name the layers concerned in "
+            f"{difference.text}: something in this model's code escapes the trace. Name the layers in question in "
             "trace(..., ignore=[...])."
         )
     return difference.outputs
 
 
 def _check_stands_alone(model: nn.Module, example: Any) -> None:
-    """Refuse a model whose copies use its own tensors, before a copy that runs in train mode changes its statistics."""
+    """Refuse a model whose copies use its own tensors: a copy in train mode would change the model's statistics."""
     twin = narrow(model, {}, {}).eval()
     try:
         with untouched_world("cpu", model), torch.no_grad(), Guard(model):
@@ -80,8 +80,8 @@ def _check_stands_alone(model: nn.Module, example: Any) -> None:
 def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[list[ChannelSpace], str]:
     """The spaces that cannot be cut without changing what the gated network computes, and what changes.
 
-    The example's numbers do not matter unless forward looks at them: zeros, which would hide every difference, are
-    replaced. Spaces are halved until single ones are found; most models take one comparison.
+    Where forward does not look at values, an example of a single number (such as zeros, which would hide every
+    difference) is replaced. Spaces are halved until single ones are found; most models take one comparison.
     """
     looks_at_values = any(recording.reads for recording in graph.recordings)
     trial = example
@@ -89,24 +89,27 @@ def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[l
         trial = map_leaves(_with_variety, rebatch(example, 2))
     compare = partial(_compare, model, graph, scrambled=not looks_at_values)
     try:
-        whole = compare(trial, _some_channels(graph.spaces))
+        of_all_spaces = compare(trial, _some_channels(graph.spaces))
     except ForwardError:  # the batch size may be written into the model
         trial = example
-        whole = compare(trial, _some_channels(graph.spaces))
-    if whole.found and compare(trial, {}).found:  # though no channel is missing
+        of_all_spaces = compare(trial, _some_channels(graph.spaces))
+    if of_all_spaces.is_real and compare(trial, {}).is_real:  # though no channel is missing
         raise ForwardError(
             "Two runs of this model on the same input give different numbers, so nothing can be compared."
         )
 
     def guilty(spaces: Sequence[ChannelSpace], difference: _Difference) -> list[ChannelSpace]:
-        if not difference.found:
+        """Those of some spaces that cause a difference which their cut makes."""
+        if not difference.is_real:
             return []
         half = len(spaces) // 2
-        parts = [spaces[:half], spaces[half:]] if half else []
-        found = [space for part in parts for space in guilty(part, compare(trial, _some_channels(part)))]
-        return found or list(spaces)  # a single one, or some that are wrong together only
+        if half == 0:
+            return list(spaces)
+        in_first = guilty(spaces[:half], compare(trial, _some_channels(spaces[:half])))
+        in_second = guilty(spaces[half:], compare(trial, _some_channels(spaces[half:])))
+        return [*in_first, *in_second] or list(spaces)  # all, if only several of them together make a difference
 
-    return guilty(graph.spaces, whole), whole.text
+    return guilty(graph.spaces, of_all_spaces), of_all_spaces.text
 
 
 def _some_channels(spaces: Sequence[ChannelSpace]) -> dict[str, list[int]]:
@@ -120,7 +123,7 @@ def _some_channels(spaces: Sequence[ChannelSpace]) -> dict[str, list[int]]:
 
 
 def _with_variety(leaf: Any) -> Any:
-    """Numbers between 0 and 1 in place of a tensor of one number, which may be a placeholder."""
+    """Numbers between 0 and 1 in place of a constant tensor, which may be a placeholder."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not _is_constant(leaf):
         return leaf
     numbers = torch.rand(leaf.shape, generator=torch.Generator().manual_seed(0))
@@ -128,6 +131,7 @@ def _with_variety(leaf: Any) -> Any:
 
 
 def _is_constant(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are the same."""
     return tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
 
 
@@ -148,19 +152,25 @@ class _Difference:
     failure: str = ""  # what the cut network raised
 
     @property
-    def found(self) -> bool:
-        """Whether rounding does not explain it; NaN is not explained."""
-        return bool(self.failure) or not (self.outputs < self.allowed and self.gradients < self.allowed)
+    def is_real(self) -> bool:
+        """Whether rounding does not explain the difference. It never explains NaN."""
+        if self.failure:
+            return True
+        is_rounding = self.outputs < self.allowed and self.gradients < self.allowed
+        return not is_rounding
 
     @property
     def text(self) -> str:
         """What differs, and by how much."""
         if self.failure:
             return f"The cut network fails where the gated one does not ({self.failure})"
-        what, gap = "gradients", self.gradients
-        if not self.outputs < self.allowed:
-            what, gap = "outputs", self.outputs
-        return f"The {what} of the cut network and of the gated one differ by {gap:.1e} of the largest number"
+        if self.outputs < self.allowed:
+            quantity = "gradients"
+            gap = self.gradients
+        else:
+            quantity = "outputs"
+            gap = self.outputs
+        return f"The {quantity} of the cut network and of the gated one differ by {gap:.1e} of the largest number"
 
 
 def _compare(
@@ -168,10 +178,12 @@ def _compare(
 ) -> _Difference:
     """Run both networks, in eval mode without gradients and in train mode with them."""
     cuts = graph.cuts(widths)
-    kept = zip(graph.spaces, graph.kept(widths).values(), strict=True)
-    gates = torch.cat([torch.isin(torch.arange(space.size), stays) for space, stays in kept])
-    ops = (op for recording in graph.recordings for op in recording.ops)
-    random = any(torch.Tag.nondeterministic_seeded in op.func.tags for op in ops)
+    space_gates: list[Tensor] = []
+    for space, kept in zip(graph.spaces, graph.kept(widths).values(), strict=True):
+        space_gates.append(torch.isin(torch.arange(space.size), kept))
+    gates = torch.cat(space_gates)
+    ops = [op for recording in graph.recordings for op in recording.ops]
+    draws_random = any(torch.Tag.nondeterministic_seeded in op.func.tags for op in ops)
     device = next(iter(model.parameters())).device
     if device.type == "mps":  # which has no float64
         device = torch.device("cpu")
@@ -182,7 +194,7 @@ def _compare(
         if scrambled:
             _scramble(wide, cuts)
         small_model = narrow(wide, cuts, graph.attributes(widths))  # before a run changes what the model keeps
-        gated = _Runner(_gated_network(wide, graph, gates.to(device)), wide, model, example, dtype, random)
+        gated = _Runner(_gated_network(wide, graph, gates.to(device)), wide, model, example, dtype, draws_random)
         try:
             gated_outputs, _ = gated.run(training=False, grad=False)
             break
@@ -209,7 +221,7 @@ def _compare(
     allowed = _SAME if dtype else _CLOSE
     gradient_gap = 0.0
     try:
-        small = _Runner(partial(call_model, small_model), small_model, model, example, dtype, random)
+        small = _Runner(partial(call_model, small_model), small_model, model, example, dtype, draws_random)
         small_outputs, _ = small.run(training=False, grad=False)
         gaps = [_gap(gated_outputs, small_outputs)]
         if gated_pass is not None:
@@ -242,7 +254,7 @@ def _scramble(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 
 def _gated_network(wide: nn.Module, graph: ChannelGraph, gates: Tensor) -> Callable[[Any], Any]:
-    """The wide network with hard gates, as the supernet has them."""
+    """The wide network with hard gates, folded into its weights as in the supernet."""
     table = FoldTable(graph.hard_folds, [space.size for space in graph.spaces]).to(gates.device)
     tensors = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
     if graph.loses_gates:  # then no supernet can be made of it, but it can still be cut
@@ -260,7 +272,7 @@ def _gated_network(wide: nn.Module, graph: ChannelGraph, gates: Tensor) -> Calla
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives constants in place of random numbers, which would be others in a narrow network."""
+    """Gives constants in place of random numbers, which would differ in a narrow network."""
 
     def __torch_dispatch__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -275,8 +287,11 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         constant = 1.0 if "bernoulli" in func._schema.name else 0.5
-        out = func(*args, **kwargs)
-        return tree_map_only(Tensor, lambda it: it.fill_(constant) if it.is_floating_point() else it, out)
+
+        def made_constant(tensor: Tensor) -> Tensor:
+            return tensor.fill_(constant) if tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, made_constant, func(*args, **kwargs))
 
 
 @dataclass(frozen=True)
@@ -285,17 +300,17 @@ class _Runner:
 
     network: Callable[[Any], Any]
     module: nn.Module  # whose parameters and modes are the network's
-    original: nn.Module  # that must stay as it is
+    original: nn.Module  # the user's model, which must stay as it is
     example: Any
     dtype: torch.dtype | None
-    random: bool  # whether random numbers are drawn in forward
+    draws_random: bool  # whether random numbers are drawn in forward
 
     def run(self, training: bool, grad: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Outputs, and with `grad` the gradients of the sum of their squares, by the names of parameters."""
         self.module.train(training)
         with ExitStack() as stack:
             stack.enter_context(untouched_world("cpu", self.original))
-            if self.random:  # only then: code can ask whether such a mode is on
+            if self.draws_random:  # only then: code can ask whether such a mode is on
                 stack.enter_context(_Constants())  # type: ignore[no-untyped-call]
             stack.enter_context(torch.set_grad_enabled(grad))
             outputs = tensors_in(self.network(map_leaves(self._copied, self.example)))
@@ -303,7 +318,7 @@ class _Runner:
         return [output.detach() for output in outputs], gradients
 
     def _copied(self, leaf: Any) -> Any:
-        """A tensor of the example, which forward may write into, in the precision of the network."""
+        """A copy of a tensor, which forward may write into, in the precision of the network."""
         if not isinstance(leaf, Tensor):
             return leaf
         dtype = self.dtype if leaf.is_floating_point() else None
@@ -311,29 +326,36 @@ class _Runner:
         return leaf.detach().to(device, dtype, copy=True)
 
     def _gradients(self, outputs: list[Tensor]) -> dict[str, Tensor]:
-        ends = [output.abs().square()[output.isfinite()].sum() for output in outputs if output.requires_grad]
-        parameters = {name: it for name, it in self.module.named_parameters() if it.requires_grad}
-        if not ends or not parameters:
+        """Gradients of the sum of squares of all finite outputs, by the names of parameters."""
+        sums = [output.abs().square()[output.isfinite()].sum() for output in outputs if output.requires_grad]
+        parameters = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        if not sums or not parameters:
             return {}
-        found = torch.autograd.grad(ends, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(parameters, found, strict=True))
+        gradients = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(parameters, gradients, strict=True))
 
 
-def _gap(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+def _gap(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
     """The largest difference, as a share of the largest number; NaN if they are finite in other places."""
-    pairs = [(_as_double(one), _as_double(other)) for one, other in zip(ones, others, strict=True) if one.numel()]
-    finite = [one.isfinite() for one, _ in pairs]
-    largest = [float(one.abs().where(there, 0).max()) for (one, _), there in zip(pairs, finite, strict=True)]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for left, right in zip(expected, actual, strict=True):
+        if left.numel():
+            pairs.append((_as_double(left), _as_double(right)))
+    largest = [float(left.abs().where(left.isfinite(), 0).max()) for left, _ in pairs]
     floor = _SMALL * max(largest, default=0.0)
+
     worst = 0.0
-    for (one, other), there, own in zip(pairs, finite, largest, strict=True):
-        other = other.reshape(one.shape)
-        if not torch.equal(there, other.isfinite()):
+    for (left, right), largest_here in zip(pairs, largest, strict=True):
+        right = right.reshape(left.shape)
+        is_finite = left.isfinite()
+        if not torch.equal(is_finite, right.isfinite()):
             return float("nan")
-        gap = float((one - other).abs().where(there, 0).max())
-        worst = max(worst, gap / (max(own, floor) or 1.0))
+        gap = float((left - right).abs().where(is_finite, 0).max())
+        scale = max(largest_here, floor) or 1.0
+        worst = max(worst, gap / scale)
     return worst
 
 
 def _as_double(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.is_complex() else tensor.detach().double()
+    detached = tensor.detach()
+    return detached if tensor.is_complex() else detached.double()
