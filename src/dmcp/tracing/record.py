@@ -56,7 +56,9 @@ _HISTORY: dict[Any, Any] = {
     Tensor.retain_grad: None,
 }
 _DATA = _GETTERS["data"].__get__
-_ELSEWHERE = "A lambda or hook of the model holds the model itself; copies would use the original: make it a method."
+_ELSEWHERE = (
+    "A lambda or hook of the model holds the model itself, so a copy would use the original. Make it a method instead."
+)
 
 _SEED = 2**40 + 1  # of every recording and replay; with another one forward has seeded its random numbers itself
 
@@ -66,7 +68,7 @@ UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interlea
 
 @dataclass(frozen=True)
 class Read:
-    """A host read: values of tensors that became Python's."""
+    """A host read: values of tensors that became Python values."""
 
     values: tuple[int, ...]  # the tensors, by the numbers of their values
     way: str  # like "item" or "numpy"
@@ -81,7 +83,7 @@ _IN_PLACE_OPS = {getattr(aten, f"{name}_").default for name in _ELEMENTWISE.spli
 
 
 def compute(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the op gives for these arguments."""
+    """The output of an op for these arguments."""
     if args and isinstance(args[0], Tensor) and args[0].is_meta and args[0].is_floating_point():
         if func in _IN_PLACE_OPS:
             return args[0]
@@ -131,16 +133,16 @@ class Op:
 
     def arguments(self) -> dict[str, Any]:
         """All arguments by their schema name, defaults filled in."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for position, argument in enumerate(self.func._schema.arguments):
             if position < len(self.args) and not argument.kwarg_only:
-                found[argument.name] = self.args[position]
+                arguments[argument.name] = self.args[position]
             else:
-                found[argument.name] = self.kwargs.get(argument.name, argument.default_value)
-        return found
+                arguments[argument.name] = self.kwargs.get(argument.name, argument.default_value)
+        return arguments
 
     def inputs(self) -> list[int]:
-        """The values it takes, in order."""
+        """The values that the op takes, in order."""
         return [leaf.value for leaf in leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Ref)]
 
 
@@ -177,28 +179,40 @@ class Recording:
     def own(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
         own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
-        coming = list(self.constants.items())
+        constants_to_come = list(self.constants.items())
         for number, op in enumerate(self.ops):
-            inputs = op.inputs()
-            while coming and coming[0][1].ops <= number:
-                value, since = coming.pop(0)
-                left = (read for read in self.reads[: since.reads] if read.way in HOST_READS.values())
-                if all(it in own for read in left for it in read.values):  # else it may be made of the input's values
+            while constants_to_come and constants_to_come[0][1].ops <= number:
+                value, since = constants_to_come.pop(0)
+                if self._reads_only(own, since):  # else it may be made of the input's values
                     own.setdefault(value, frozenset())
+            inputs = op.inputs()
             if all(value in own for value in inputs):
                 sources = frozenset[int]().union(*(own[value] for value in inputs))
-                own.update((value, sources) for value in op.outs if value is not None and value not in own)
+                for out in op.outs:
+                    if out is not None and out not in own:
+                        own[out] = sources
         return own
+
+    def _reads_only(self, values: Mapping[int, frozenset[int]], since: Since) -> bool:
+        """Whether the reads that left torch before a constant was first seen were of these values only."""
+        for read in self.reads[: since.reads]:
+            if read.way in HOST_READS.values() and not all(value in values for value in read.values):
+                return False
+        return True
 
     @functools.cached_property
     def written(self) -> set[str]:
-        """Names of tensors that the pass writes into, such as running statistics: others in their place lose that."""
-        found: set[int] = set()
+        """Names of tensors that the pass writes into, such as running statistics; a substitute would lose these."""
+        values: set[int] = set()
         for op in self.ops:
-            statistics = (op.arguments().get(f"running_{it}") for it in ("mean", "var"))
-            for leaf in (*op.args[: op.func._schema.is_mutable], *statistics):
-                found |= self.own.get(leaf.value, frozenset()) if isinstance(leaf, Ref) else set()
-        return {self.tensors[value] for value in found}
+            arguments = op.arguments()
+            targets = [arguments.get("running_mean"), arguments.get("running_var")]
+            if op.func._schema.is_mutable:
+                targets += op.args[:1]
+            for target in targets:
+                if isinstance(target, Ref):
+                    values |= self.own.get(target.value, frozenset())
+        return {self.tensors[value] for value in values}
 
 
 _LARGE = 1000  # larger arrays are one number, that of their bytes
@@ -209,20 +223,24 @@ _MAKERS |= {Tensor.new_tensor, Tensor.new, Tensor.__getitem__, Tensor.__setitem_
 
 def _numbers_in(nested: Any) -> list[float]:
     """Every number in sequences, dicts and arrays."""
-    found: list[float] = []
+    numbers: list[float] = []
     for leaf in leaves(nested):
         if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
-            found += _numbers_in(leaf.ravel().tolist()) if leaf.size <= _LARGE else [_digest(leaf.tobytes())]
+            if leaf.size <= _LARGE:
+                numbers += _numbers_in(leaf.ravel().tolist())
+            else:
+                numbers.append(_digest(leaf.tobytes()))
         elif isinstance(leaf, (Sequence, array)) and not isinstance(leaf, (str, bytes)):  # such as a range
-            found += _numbers_in(list(leaf))
+            numbers += _numbers_in(list(leaf))
         elif isinstance(leaf, complex):
-            found += (leaf.real, leaf.imag)
+            numbers += (leaf.real, leaf.imag)
         elif isinstance(leaf, (int, float)):
-            found.append(float(leaf))
-    return found
+            numbers.append(float(leaf))
+    return numbers
 
 
 def _digest(data: bytes) -> float:
+    """A number that stands for these bytes."""
     return float(int.from_bytes(hashlib.sha256(data).digest()[:6]))
 
 
@@ -242,14 +260,14 @@ def check_dense(*tensors: Tensor) -> None:
     """Refuse tensors whose ops cannot be followed: those that are not plain memory, and those that dispatch by code."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise TraceError("A sparse, nested or quantized tensor, of the input or of the model, cannot be traced.")
+            raise TraceError("The input or the model has a sparse, nested or quantized tensor, which cannot be traced.")
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             kind = type(tensor).__name__
-            raise TraceError(f"A {kind} runs code of its own for every op, so it cannot be traced: use plain tensors.")
+            raise TraceError(f"A {kind} runs its own code for every op, so it cannot be traced. Use plain tensors.")
 
 
 def check_example(example: object, *others: Tensor) -> None:
-    """Refuse an input without tensors or samples, and tensors, also others, that are not dense."""
+    """Refuse an input without tensors or samples, and tensors, of the input or the others, that are not dense."""
     check_dense(*tensors_in(example), *others)
     if not tensors_in(example) or batch_of(example) == 0:
         raise TraceError("The example input must be a tensor, or a tuple or dict of them, whose dim 0 is the batch.")
@@ -294,10 +312,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._known: dict[int, int] = {}  # id of a tensor -> its value
         self._in_memory: dict[object, int] = {}  # which part of which storage -> the value that lies there
         self._alive: list[Tensor] = []  # ids are reused unless every tensor stays alive
-        self._paused = self._making = False
+        self._paused = False
+        self._making = False
         self.touched: set[int] = set()  # ids of tensors that were asked for anything
         self.source = source
-        self._elsewhere = {id(it) for it in (*source.parameters(), *source.buffers())} if source else set[int]()
+        self._elsewhere: set[int] = set()  # ids of the tensors of the original model
+        if source is not None:
+            self._elsewhere = {id(tensor) for tensor in (*source.parameters(), *source.buffers())}
         self.apart = False  # whether weights were used where autograd does not follow, or keeps something else
         self.path: list[str] = [""]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -305,14 +326,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.recording.inputs = [self._value(tensor) for tensor in inputs]
 
     def _value(self, tensor: Tensor) -> int:
-        known, recording = self._known.get(id(tensor)), self.recording
-        if known is None or recording.shapes[known] != tuple(tensor.shape):  # squeeze_() and its like reshape in place
-            self._known[id(tensor)] = len(recording.shapes)
-            recording.shapes.append(tuple(int(n) for n in tensor.shape))
-            recording.dtypes.append(tensor.dtype)
-            self._alive.append(tensor)
-            self._in_memory[_memory_of(tensor)] = self._known[id(tensor)]
-        return self._known[id(tensor)]
+        """The number of a tensor's value, a new one if the tensor has not been seen in this shape."""
+        recording = self.recording
+        value = self._known.get(id(tensor))
+        if value is not None and recording.shapes[value] == tuple(tensor.shape):  # squeeze_() reshapes in place
+            return value
+        value = len(recording.shapes)
+        recording.shapes.append(tuple(int(size) for size in tensor.shape))
+        recording.dtypes.append(tensor.dtype)
+        self._known[id(tensor)] = value
+        self._alive.append(tensor)
+        self._in_memory[_memory_of(tensor)] = value
+        return value
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -325,17 +350,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._alive.append(leaf)
         if id(leaf) not in self._known:
             check_dense(leaf)
-            found = self._array(leaf)
-            data = None if found is None else _digest(repr(found.shape).encode() + found.tobytes())
+            numbers = self._array(leaf)
+            data = None if numbers is None else _digest(repr(numbers.shape).encode() + numbers.tobytes())
             since = Since(len(self.recording.ops), len(self.recording.reads), data)
             self.recording.constants[self._value(leaf)] = since
         return Ref(self._known[id(leaf)])
 
     def _array(self, tensor: Tensor) -> np.ndarray[Any, Any] | None:
-        """Its values, if it has any; reading them is not the model's doing."""
+        """The values of a tensor, if it has any. This read is not recorded: it is not the model's."""
         if tensor.is_meta:
             return None
-        before, self._paused = self._paused, True
+        paused_before = self._paused
+        self._paused = True
         half = tensor.is_floating_point() and tensor.itemsize <= 2
         try:
             with torch._C.DisableTorchFunction():
@@ -343,7 +369,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         except (TypeError, RuntimeError):  # a dtype that NumPy does not have
             return None
         finally:
-            self._paused = before
+            self._paused = paused_before
 
     def __torch_dispatch__(
         self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -391,7 +417,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return result
 
     def graded(self, tensor: Tensor) -> bool:
-        """Whether it would have a gradient above autograd: activations have one if gradients are on."""
+        """Whether a tensor would have a gradient above autograd: activations have one if gradients are on."""
         others = (None, *self.recording.tensors, *self.recording.inputs)
         return torch.is_grad_enabled() and tensor.is_floating_point() and self._known.get(id(tensor)) not in others
 
@@ -406,13 +432,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         is_size = func is Tensor.new and all(isinstance(item, (int, torch.Size)) for item in args[1:])
         if not is_size:
             self._note_made((args, kwargs))
-        before, self._making = self._making, True
+        making_before = self._making
+        self._making = True
         try:
             if func is Tensor.__setitem__ and isinstance(args[2], (int, float)):
                 return _write_number(*args)
             return func(*args, **kwargs)
         finally:
-            self._making = before
+            self._making = making_before
 
     def _note_made(self, numbers: Any) -> None:
         self.recording.made.append((len(self.recording.ops), self.path[-1], _numbers_in(numbers)))
@@ -442,10 +469,12 @@ _WORLD = threading.RLock()  # threads that trace wait for each other: random sta
 
 @contextlib.contextmanager
 def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[None]:
-    """Random states, global switches and attributes of the model are afterwards as before; no copy may change those."""
-    owned = [vars(module) for module in (modules_of(original) if original else ())]
-    owned += [held for own in owned for held in own.values() if type(held) is dict]
-    kept = [own.copy() for own in owned]
+    """Restore random states and global switches at the end, and refuse a copy that changes attributes of the model."""
+    attributes: list[dict[str, Any]] = []
+    for module in modules_of(original) if original else ():
+        attributes.append(vars(module))
+        attributes += [item for item in vars(module).values() if type(item) is dict]
+    attributes_before = [items.copy() for items in attributes]
     with _WORLD, contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -462,12 +491,13 @@ def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[
         try:
             yield
         finally:
-            pairs = zip(owned, kept, strict=True)
-            changed = [(now, old) for now, old in pairs if [*map(id, now.values())] != [*map(id, old.values())]]
-            for now, old in changed:
-                now.clear()
-                now.update(old)
-            if changed:
+            any_changed = False
+            for now, before in zip(attributes, attributes_before, strict=True):
+                if [id(item) for item in now.values()] != [id(item) for item in before.values()]:
+                    any_changed = True
+                    now.clear()
+                    now.update(before)
+            if any_changed:
                 raise TraceError(_ELSEWHERE)
 
 
@@ -481,7 +511,8 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
         module.register_forward_pre_hook(lambda _, __, name=name: recorder.path.append(name), prepend=True)
         module.register_forward_hook(leave, always_call=True)
     device = next((tensor.device.type for tensor in tensors_in(example)), "cpu")
-    below, host = torch._C._AutoDispatchBelowAutograd(), _HostAccess(recorder)
+    below = torch._C._AutoDispatchBelowAutograd()
+    host = _HostAccess(recorder)
     grad = recorder.recording.grad  # some models ask whether it is on
     with untouched_world(device, recorder.source), torch.set_grad_enabled(grad), below, recorder, host:
         outputs = tensors_in(call_model(model, example))
@@ -492,8 +523,11 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
 def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
     """Whether the backward pass of a throw-away model asks its modules for weights, which they have no longer."""
     with contextlib.suppress(Exception), untouched_world(device), torch.enable_grad():
-        graded = tree_map_only(Tensor, lambda it: it.detach().requires_grad_(it.is_floating_point()).clone(), example)
-        outputs = tensors_in(call_model(model, graded))
+
+        def with_gradient(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(tensor.is_floating_point()).clone()
+
+        outputs = tensors_in(call_model(model, tree_map_only(Tensor, with_gradient, example)))
         for module in modules_of(model):
             module._parameters.clear()
         try:
@@ -548,20 +582,20 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
 
 def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Plain attributes of modules: tensors, alone or in dicts, by identity; sizes that they may be for as text."""
-    found: dict[tuple[str, str], Any] = {}
+    state: dict[tuple[str, str], Any] = {}
     for path, module in model.named_modules():
-        for name, held in vars(module).items():
-            if isinstance(held, Tensor):
-                found[path, name] = id(held)
-            elif type(held) is dict and name not in ("_parameters", "_buffers", "_modules"):
-                found[path, name] = [id(item) for item in held.values() if isinstance(item, Tensor)]
-            elif isinstance(held, (tuple, list)) and all(isinstance(leaf, int) for leaf in leaves(held)):
-                found[path, name] = str(held)
-    return found
+        for name, attribute in vars(module).items():
+            if isinstance(attribute, Tensor):
+                state[path, name] = id(attribute)
+            elif type(attribute) is dict and name not in ("_parameters", "_buffers", "_modules"):
+                state[path, name] = [id(item) for item in attribute.values() if isinstance(item, Tensor)]
+            elif isinstance(attribute, (tuple, list)) and all(isinstance(leaf, int) for leaf in leaves(attribute)):
+                state[path, name] = str(attribute)
+    return state
 
 
 def record_anywhere(model: nn.Module, example: Any, training: bool, grad: bool = False) -> Recording:
-    """On the meta device; where the model looks at values, on the CPU with the example's real ones."""
+    """Record on the meta device, or, where the model looks at values, on the CPU with the example's real ones."""
     causes: list[Exception] = []
     for device in ("meta", "cpu"):
         try:
@@ -570,5 +604,5 @@ def record_anywhere(model: nn.Module, example: Any, training: bool, grad: bool =
             raise
         except Exception as error:
             causes.append(error)
-    why = reason_of(causes[1])
-    raise TraceError(f"forward fails on this example input, or only while it is traced: {why}") from causes[0]
+    reason = reason_of(causes[1])
+    raise TraceError(f"forward fails on this example input, or only while it is traced: {reason}") from causes[0]
