@@ -350,9 +350,10 @@ def test_a_searcher_does_what_search_does_also_from_a_saved_state() -> None:
         again.step(batches[0])
 
 
-def test_losses_of_a_searcher_have_the_gradients_of_its_steps() -> None:
-    net, searcher, batches, config = looped()
-    own, driven, _, _ = looped()
+@pytest.mark.parametrize("sharpen", [1.0, 3.0])
+def test_losses_of_a_searcher_have_the_gradients_of_its_steps(sharpen: float) -> None:
+    net, searcher, batches, config = looped(sharpen=sharpen)
+    own, driven, _, _ = looped(sharpen=sharpen)
     for call in (lambda: driven.arch_loss(batches[0]), lambda: dmcp.Searcher(own, config, steps_per_epoch=0)):
         with pytest.raises(TrainingError, match=r"weight_loss|steps_per_epoch"):
             call()
@@ -376,5 +377,6 @@ def test_losses_of_a_searcher_have_the_gradients_of_its_steps() -> None:
         driven.arch_loss(batches[step % 2]).backward()
         alphas.step()
         assert all(torch.equal(a, b) for a, b in zip(before, own.model.state_dict().values(), strict=True))
+    torch.testing.assert_close(driven.result().alphas, searcher.result().alphas)  # all growth is in the result
     for a, b in zip(net.state_dict().values(), own.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)

@@ -143,6 +143,7 @@ class Searcher:
         self.at = -1  # number of the current step
         self.scale = 0.0  # of the learning rates of the weights, by the size of the first batch
         self.growth = config.sharpen ** (1 / (self.total - self.warmup))  # of the alphas, in each step
+        self.growth_is_due = False  # in your own loop: the alphas have moved, and have not grown yet
         self.generator = torch.Generator(device_of(net)).manual_seed(config.seed)  # the same on every rank
         _start(net, self.chains, self.budget, config)
 
@@ -177,9 +178,7 @@ class Searcher:
     def weight_loss(self, batch: Any) -> Tensor:
         """Begin a step: the summed losses of the largest, the smallest and some sampled sub-networks."""
         self._begin()
-        if self.growth > 1 and self.at > self.warmup:  # your optimizer has moved the alphas since
-            with torch.no_grad():
-                self.net.alpha.mul_(self.growth)
+        self._sharpen()
         weights = [weight for weight in self.net.weights() if weight.requires_grad]
         losses, gradients = self.steps.weight_gradients(batch, self._sampling(), self.generator, weights)
         return as_loss(losses.sum(), weights, gradients)
@@ -198,6 +197,7 @@ class Searcher:
         gradient = alpha.grad
         alpha.grad = gradient_before
 
+        self.growth_is_due = self.growth > 1
         loss = self.config.budget_weight * record.budget_loss
         if record.task_loss is not None:
             loss = loss + record.task_loss
@@ -205,6 +205,7 @@ class Searcher:
 
     def result(self) -> SearchResult:
         """The distribution of widths so far."""
+        self._sharpen()
         return SearchResult(
             alphas=self.net.alpha.detach().cpu().clone(),
             sizes=self.chains.sizes.cpu(),
@@ -218,12 +219,14 @@ class Searcher:
     def state_dict(self) -> dict[str, Any]:
         """All that a search needs to go on, except for the data."""
         tensors = _state(self, []).collect(self.world)
-        return {"tensors": tensors, "at": self.at, "scale": self.scale}
+        return {"tensors": tensors, "at": self.at, "scale": self.scale, "growth_is_due": self.growth_is_due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a searcher with the same settings was."""
         _state(self, []).restore(state["tensors"], [], self.world)
-        self.at, self.scale = state["at"], state["scale"]
+        self.at = state["at"]
+        self.scale = state["scale"]
+        self.growth_is_due = state["growth_is_due"]
 
     def run(self, batches: list[Any], next_arch_batches: Callable[[], list[Any]] | None = None) -> UnreadStep:
         """The current step: stage 1 where the weights move, and stage 2 after the warm-up."""
@@ -248,6 +251,13 @@ class Searcher:
             arch_record = self.steps.move_alphas(batches, alpha_lr, self.growth)
             record = replace(record, alpha_lr=alpha_lr)
         return UnreadStep(record, samples, weight_losses, arch_record)
+
+    def _sharpen(self) -> None:
+        """Let the alphas grow after a step of your own loop, once your optimizer has moved them."""
+        if self.growth_is_due:
+            with torch.no_grad():
+                self.net.alpha.mul_(self.growth)
+        self.growth_is_due = False
 
     def _begin(self) -> None:
         if self.at + 1 == self.total:
