@@ -18,6 +18,7 @@ _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2*
 _TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
 _UNITS = {MACS: _COUNTS, PARAMS: _COUNTS, MEMORY: _COUNTS | _BYTES, LATENCY: _TIMES}
 KINDS = tuple(_UNITS)
+NAMES = {MACS: "MACs", PARAMS: "parameters", MEMORY: "memory", LATENCY: "time"}  # in figures and reports
 
 _NUMBER = r"\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?"
 _PART = re.compile(rf"(?a)(?:(?P<kind>[a-z]+):)?(?P<number>{_NUMBER})(?P<unit>%|[a-z]*)")

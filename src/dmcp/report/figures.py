@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dmcp.budgets import LATENCY, MEMORY, show_cost
+from dmcp.budgets import LATENCY, MEMORY, NAMES, show_cost
 from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.searching.sampling import expected_widths
 from dmcp.tracing.widths import Widths
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # functions import matplotlib: it takes half a second, and mo
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-KINDS = {"macs": "MACs", "params": "parameters", MEMORY: "memory", LATENCY: "time"}
 INK = "#24292f"  # color of text and axes; a page has its own
 # These colors differ for colour-blind readers (Okabe and Ito), and can be seen on white and on black.
 BLUE = "#0072B2"
@@ -108,7 +107,7 @@ class SpaceWidth(NamedTuple):
 def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str]) -> list[Path]:
     """Write every figure of a search and its chosen widths as SVG; returns the files, in order."""
     graph = result.graph
-    limits = [f"{KINDS[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in result.budget.limits]
+    limits = [f"{NAMES[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in result.budget.limits]
     cost = cost_over_time(result.log, limits, result.tolerance)
 
     spaces = []

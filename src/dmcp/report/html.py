@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dmcp.budgets import NAMES
 from dmcp.report import figures
 from dmcp.results import (
     ACCURACY,
@@ -170,7 +171,7 @@ def _tiles(run: PastRun) -> list[Tile]:
     if budget:
         limits = []
         for kind, target in run.targets.items():
-            limits.append(f"{figures.KINDS.get(kind, kind)}: at most {figures.amount(kind, target)}")
+            limits.append(f"{NAMES.get(kind, kind)}: at most {figures.amount(kind, target)}")
         tiles.append(Tile("Budget", budget.replace(",", ", "), ", ".join(limits)))
     return tiles
 
@@ -264,7 +265,7 @@ def _charts(run: PastRun) -> list[Figure]:
 
     limits = min((len(step.ratios) for step in run.search if step.ratios), default=0)
     if limits:
-        names = [figures.KINDS.get(kind, make_printable(kind)) for kind in run.targets]
+        names = [NAMES.get(kind, make_printable(kind)) for kind in run.targets]
         if len(names) != limits:
             names = [f"limit {number}" for number in range(1, limits + 1)]
         charts.append(figures.cost_over_time(run.search, names, _tolerance(run)))
