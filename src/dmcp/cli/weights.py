@@ -1,4 +1,4 @@
-"""Weights of a file, which may be for other classes."""
+"""Read the weights of a file, which may be for other classes."""
 
 from __future__ import annotations
 
@@ -17,54 +17,67 @@ from dmcp.errors import FileError, WidthsError
 from dmcp.runtime.io import check_inflated, zip_sizes
 from dmcp.units import by
 
-_WRAPPERS = ("module.", "_orig_mod.", "module.")  # prefixes of DDP, of torch.compile, and of one in the other
+_WRAPPERS = ("module.", "_orig_mod.", "module.")  # prefixes of DDP and of torch.compile, also of one inside the other
+_LISTED = 9  # keys of a file that a message lists
 
 
 def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | None = None) -> bool:
-    """Put the weights of a file into the model; never by pickle.
+    """Load the weights of a file into the model; nothing is unpickled but tensors and plain containers.
 
-    With `classes`, a last layer for another number of them stays as it is: then True, and a note; all else must fit.
+    With `classes`, the weights of a last layer for another number of classes are left out: the model keeps its own, a
+    note says so, and the function returns True. All other weights must fit.
     """
-    tensors = _read_tensors(path, notes)
+    stored = _read_tensors(path, notes)
     expected = model.state_dict()
-    other_shape = [name for name in expected if name in tensors and tensors[name].shape != expected[name].shape]
-    one_sided = []
-    for name in {**expected, **tensors}:
-        missing = (name in expected) != (name in tensors)
-        if missing and not name.endswith("num_batches_tracked"):  # files of old versions have none
-            one_sided.append(name)
+
+    # Weights that only one of the two has, or that have another shape.
+    one_sided = [name for name in {**expected, **stored} if (name in expected) != (name in stored)]
+    one_sided = [name for name in one_sided if not name.endswith("num_batches_tracked")]  # old versions have none
+    other_shape = [name for name in expected if name in stored and stored[name].shape != expected[name].shape]
+
+    # A single layer may differ, and only in the number of classes.
     layers = {name.rpartition(".")[0] for name in other_shape}
-    is_head = all(expected[name].shape == (classes, *tensors[name].shape[1:]) for name in other_shape)
-    if one_sided or not is_head or len(layers) > 1:
+    only_classes_differ = all(expected[name].shape == (classes, *stored[name].shape[1:]) for name in other_shape)
+    if one_sided or len(layers) > 1 or not only_classes_differ:
         name = (other_shape or one_sided)[0]
-        stored = by(tensors[name].shape) if name in tensors else "missing"
-        needed = by(expected[name].shape) if name in expected else "missing"
-        raise WidthsError(f"{path}: weights of another network: {name} is {stored} in the file, {needed} in the model.")
-    fitting = {name: tensor for name, tensor in tensors.items() if name not in other_shape}
+        in_file = _describe_shape(stored, name)
+        in_model = _describe_shape(expected, name)
+        raise WidthsError(
+            f"{path}: the weights are of another network: {name} is {in_file} in the file, {in_model} in the model."
+        )
+
+    fitting = {name: tensor for name, tensor in stored.items() if name not in other_shape}
     model.load_state_dict(fitting, strict=False)
     for layer in layers:
-        stored_classes = len(tensors[other_shape[0]])
+        stored_classes = len(stored[other_shape[0]])
         notes.append(f"{layer} is for {stored_classes} classes, the data have {classes}: it is initialized again.")
     return bool(other_shape)
 
 
+def _describe_shape(tensors: Mapping[str, Tensor], name: str) -> str:
+    if name not in tensors:
+        return "missing"
+    return by(tensors[name].shape)
+
+
 def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
-    """The table of weights in a file."""
+    """Return the table of weights in a file, with the names that the network has without DDP and torch.compile."""
     try:
         check_inflated(path, *zip_sizes(path))
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        with warnings.catch_warnings(action="ignore"):  # of a TorchScript file, which is refused
+        with warnings.catch_warnings(action="ignore"):  # torch warns of TorchScript files, which are refused
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileError:
         raise
     except (PermissionError, SafetensorError) as error:
-        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: cannot be read: {reason}.") from error
     except Exception as error:  # torch raises many kinds for a file that is cut off, or holds more than weights
-        damage = "" if zipfile.is_zipfile(path) else "broken, cut off or "
-        raise FileError(
-            f"{path}: {damage}not plain weights, as torch.save(model.state_dict(), ...) writes them."
-        ) from error
+        problem = "not plain weights, as torch.save(model.state_dict(), ...) writes them"
+        if not zipfile.is_zipfile(path):
+            problem = f"broken, cut off or {problem}"
+        raise FileError(f"{path}: {problem}.") from error
     tensors = _find_table(content, path, notes)
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in tensors):
@@ -73,22 +86,26 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
 
 
 def _find_table(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
-    """The weights in what a file holds: itself, or the table under a known key, or the only table in it."""
+    """Return the table of weights in the content of a file: all of it, a table under a usual key, or its only table."""
     entries = content if isinstance(content, Mapping) else {}
     tables = [key for key, value in entries.items() if _is_table(value)]
     keys = ["state_dict", "model_state_dict", "model"]
     if len(tables) == 1:
         keys += tables
+
+    # One key may be inside another: {"model": {"state_dict": ...}} is searched from the outside.
+    table = content
     for key in keys:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
+        if isinstance(table, Mapping) and isinstance(table.get(key), Mapping):
+            table = table[key]
             if len(tables) > 1:
                 notes.append(f"{path} holds {', '.join(map(str, tables))}: {key} is used.")
-    if not _is_table(content):
-        contents = ", ".join(map(str, list(entries)[:9])) or type(content).__name__
-        raise FileError(f"{path}: has no table of weights, or several without a known name. It has {contents}.")
-    return dict(content)
+    if not _is_table(table):
+        listed = ", ".join(map(str, list(entries)[:_LISTED])) or type(table).__name__
+        raise FileError(f"{path}: has no table of weights, or several without a usual name. It has {listed}.")
+    return dict(table)
 
 
 def _is_table(value: Any) -> bool:
+    """Whether a value maps names to tensors."""
     return isinstance(value, Mapping) and bool(value) and all(isinstance(tensor, Tensor) for tensor in value.values())
