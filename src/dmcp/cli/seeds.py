@@ -1,4 +1,4 @@
-"""dmcp prune --seeds: the same run with several seeds, and its summary."""
+"""Run `dmcp prune --seeds`: the same run with several seeds, and a summary of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dmcp.cli.session import run_folder
 from dmcp.errors import DmcpError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.request import check_method
+from dmcp.results import Row
 from dmcp.runs.config import RunConfig
 from dmcp.runs.files import is_run
 from dmcp.runs.reading import read_run
@@ -28,35 +29,39 @@ SUMMARY = "summary.json"
 
 
 def prune_seeds(config: RunConfig, request: Request) -> None:
-    """Run the same command for each seed, side by side, in FOLDER/seed-K, and print their mean and spread.
+    """Run the same command for each seed, side by side, in FOLDER/seed-K, and print the mean and deviation.
 
-    Started again, it leaves finished seeds as they are and continues the others.
+    The same command, started again, leaves finished seeds as they are and continues the others.
     """
     check_method(config.method)
     folder = run_folder(config, request)
     runs = {seed: folder / f"seed-{seed}" for seed in range(config.seed, config.seed + request.seeds)}
+
+    # A seed that was begun with other settings is refused.
     for seed, run in runs.items():
-        if is_run(run):  # refuses one that was begun with other settings
+        if is_run(run):
             make_config(replace(request, resume=str(run), typed={**request.typed, "seed": seed}))
 
-    # A mistake is told once, now, and not by each seed.
+    # Mistakes are reported here once, before the process of each seed would report them.
     job = open_checked(replace(config, device="cpu"), request.typed)
     job = replace(job, config=replace(job.config, device=config.device))
     job = with_checked_budgets(job, str(folder))
 
-    # Latency is measured once: side by side the processes would slow each other down.
+    # Latency is measured once, beforehand: processes side by side would slow each other down.
     words = tuple(sys.argv[1:])
     if any(map(limits_latency, job.budgets)) and not config.latency:
-        table_of_latency = Latency.of(job.graph)
-        assert table_of_latency is not None
-        table_of_latency.save(folder / LATENCY_FILE)
+        latency = Latency.of(job.graph)
+        assert latency is not None
+        latency.save(folder / LATENCY_FILE)
         words += ("--latency", str(folder / LATENCY_FILE))
 
+    # Each seed is a command of its own, which begins its run or goes on with it.
     commands = []
     for seed, run in runs.items():
         if not Run(run).done:
             target = "--resume" if is_run(run) else "--out"
-            commands.append(Command(run.name, (*words, "--seeds", "1", "--seed", str(seed), target, str(run))))
+            of_seed = ("--seeds", "1", "--seed", str(seed), target, str(run))
+            commands.append(Command(run.name, (*words, *of_seed)))
     failed = run_side_by_side(
         commands, folder, place_of(config), at_once=request.seeds, quiet=request.quiet, total=request.seeds
     )
@@ -73,28 +78,31 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
 
 
 def summarize(folders: Sequence[Path]) -> dict[str, Any]:
-    """The results of the runs in these folders, network by network; deviation: ddof = 1, None for one run."""
+    """Return the results of the runs in these folders, network by network."""
     runs = [read_run(folder) for folder in folders]
-    every_row = [row for run in runs for row in run.rows]
-    networks = []
-    for name in dict.fromkeys(row.name for row in every_row):
-        rows = [row for row in every_row if row.name == name]
-        accuracies = [row.accuracy for row in rows]
-        networks.append(
-            {
-                "name": name,
-                "accuracy": accuracies,
-                "macs": [row.macs for row in rows],
-                "params": [row.params for row in rows],
-                "mean": statistics.fmean(accuracies),
-                "deviation": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-            }
-        )
+    rows_of: dict[str, list[Row]] = {}
+    for run in runs:
+        for row in run.rows:
+            rows_of.setdefault(row.name, []).append(row)
+    networks = [_summarize_network(name, rows) for name, rows in rows_of.items()]
     return {"runs": [run.name for run in runs], "networks": networks}
 
 
+def _summarize_network(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the rows of one network say, a row for each run; a single run has no deviation."""
+    accuracies = [row.accuracy for row in rows]
+    return {
+        "name": name,
+        "accuracy": accuracies,
+        "macs": [row.macs for row in rows],
+        "params": [row.params for row in rows],
+        "mean": statistics.fmean(accuracies),
+        "deviation": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+    }
+
+
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """The summary as text: mean accuracy ± standard deviation (runs)."""
+    """Return the summary as text, where an accuracy is: mean ± standard deviation (number of runs)."""
     rows = [["network", "MACs", "params", "accuracy in %"]]
     for network in summary["networks"]:
         macs = between(f"{min(network['macs']):,}", f"{max(network['macs']):,}")
