@@ -15,7 +15,7 @@ from short_runs import SEARCH, TRAIN, Noise, traced_residual
 import dmcp
 from dmcp.runtime import progress
 from dmcp.runtime.progress import Progress, Row
-from dmcp.units import clock
+from dmcp.units import show_duration
 
 
 class Clock:
@@ -61,7 +61,7 @@ def test_lines_come_now_and_then_and_at_the_end(at: Clock, capsys: pytest.Captur
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5 and lines[0] == "dmcp: 10 of 40, loss 9, 30 s left"
     assert lines[-1] == "dmcp: 40 of 40, loss 39"
-    assert [clock(seconds) for seconds in (5, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 05 min"]
+    assert [show_duration(seconds) for seconds in (5, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 05 min"]
 
 
 def prune(**options: Any) -> None:

@@ -34,7 +34,7 @@ from dmcp.searching.supernet import Supernet
 from dmcp.settings import AUTO, UNPRUNED, Retrain
 from dmcp.training.loop import Runtime
 from dmcp.training.loop import train as run_training
-from dmcp.units import clock
+from dmcp.units import show_duration
 
 _SLOW = 5.0  # seconds of a step that need not be measured again
 _STEPS = 4  # of each kind that a forecast measures
@@ -96,7 +96,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
     print_chosen(job)
     print("\nExpected time")
     for stage in (*stages, Stage("total", steps, seconds)):
-        print(f"  {stage.name:<16}{stage.steps:>8} steps  {clock(stage.seconds):>12}")
+        print(f"  {stage.name:<16}{stage.steps:>8} steps  {show_duration(stage.seconds):>12}")
     if images < config.batch:
         print(f"\nThe time was measured with batches of {images:,} images and scaled to {config.batch:,}.")
     if memory:

@@ -39,7 +39,7 @@ from dmcp.tracing.modules import kept_modes
 from dmcp.tracing.trace import trace
 from dmcp.training.losses import check_range, scores_of
 from dmcp.training.preflight import check_classifier, check_forward, classes_of
-from dmcp.units import by, counted
+from dmcp.units import counted, show_shape
 
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
@@ -125,8 +125,8 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     fresh = build(config, data.classes)
     sample, why_sample, image_size = sample_shape(config, fresh, data)
     if why_sample:
-        config = replace(config, input=by(sample))
-        reasons["input"] = f"{by(sample)}: {why_sample}"
+        config = replace(config, input=show_shape(sample))
+        reasons["input"] = f"{show_shape(sample)}: {why_sample}"
     data = sized(data, config.data, sample)
     check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if image_size else "")
 
@@ -152,8 +152,8 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
         growth = max(new / old for new, old in zip(data.shape[1:], image_size, strict=True))
         if growth >= _ENLARGED:
             notes.append(
-                f"The images are about {by(image_size)} and are enlarged to {by(data.shape[1:])}: "
-                f"give --input 3x{by(image_size)} to train at their size."
+                f"The images are about {show_shape(image_size)} and are enlarged to {show_shape(data.shape[1:])}: "
+                f"give --input 3x{show_shape(image_size)} to train at their size."
             )
     return Job(
         model=model.to(device),
@@ -322,10 +322,12 @@ def sized(data: DataSets, name: str, sample: Shape) -> DataSets:
     """Image files are cropped to this shape; arrays have theirs."""
     if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
         if sample != data.shape:
-            raise DataError(f"--input: the images of {name} are {by(data.shape)}: leave it out.")
+            raise DataError(f"--input: the images of {name} are {show_shape(data.shape)}: leave it out.")
         return data
     if len(sample) != 3 or sample[0] not in (1, 3):
-        raise DataError(f"--input: image files have 3 channels, like 3x240x320, or 1 in grey, not {by(sample)}.")
+        raise DataError(
+            f"--input: image files have 3 channels, like 3x240x320, or 1 in grey, not {show_shape(sample)}."
+        )
     train = replace(data.train, size=sample[1:], channels=sample[0])
     test = replace(data.test, size=sample[1:], channels=sample[0])
     return replace(data, train=train, test=test, shape=train.shape)
@@ -339,7 +341,7 @@ def check_fit(model: nn.Module, data: DataSets, hint: str = "") -> None:
             scores = scores_of(model.eval()(example))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"The network cannot take images of {by(data.shape)}{hint}: {reason}") from error
+        raise DataError(f"The network cannot take images of {show_shape(data.shape)}{hint}: {reason}") from error
     if scores is not None and scores.ndim >= 2:
         for part in (data.train, data.test):
             check_range(part.labels, scores.shape[1])

@@ -13,7 +13,7 @@ from dmcp.budgets import LATENCY, MEMORY, show_cost
 from dmcp.searching.budget import costs
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
-from dmcp.units import FS_PER_MS, by, counted
+from dmcp.units import FS_PER_MS, counted, show_shape
 
 Replaced = Mapping[str, list[str]]  # train and test: image files that could not be read, and were replaced by others
 _NAMED = 5  # files that a message names
@@ -33,7 +33,7 @@ def print_json(data: Any) -> None:
 
 def describe_network(name: str, sample: Sequence[int], graph: ChannelGraph) -> str:
     """A network, what it costs, and what of it can be pruned: in dmcp inspect and in dry runs."""
-    return f"{name}, one sample of {by(sample)}\n{graph.summary()}"
+    return f"{name}, one sample of {show_shape(sample)}\n{graph.summary()}"
 
 
 def describe_replaced(replaced: Replaced) -> list[str]:

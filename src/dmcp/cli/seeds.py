@@ -23,7 +23,7 @@ from dmcp.runs.config import RunConfig
 from dmcp.runs.files import is_run
 from dmcp.runs.reading import read_run
 from dmcp.runs.writing import Run
-from dmcp.units import between, spread, table
+from dmcp.units import show_mean, show_range, table
 
 SUMMARY = "summary.json"
 
@@ -105,7 +105,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     """Return the summary as text, where an accuracy is: mean ± standard deviation (number of runs)."""
     rows = [["network", "MACs", "params", "accuracy in %"]]
     for network in summary["networks"]:
-        macs = between(f"{min(network['macs']):,}", f"{max(network['macs']):,}")
-        params = between(f"{min(network['params']):,}", f"{max(network['params']):,}")
-        rows.append([network["name"], macs, params, spread(network["accuracy"])])
+        macs = show_range(f"{min(network['macs']):,}", f"{max(network['macs']):,}")
+        params = show_range(f"{min(network['params']):,}", f"{max(network['params']):,}")
+        rows.append([network["name"], macs, params, show_mean(network["accuracy"])])
     return table(rows)

@@ -49,7 +49,7 @@ from dmcp.searching import sampling
 from dmcp.settings import LatencyConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.loop import evaluate as accuracy_of
-from dmcp.units import by, counted, table
+from dmcp.units import counted, show_shape, table
 
 _BATCH = 64  # images in a batch that calibrates or tests a file with 8 bits
 _LISTED = 20  # lines of each list in the description of a data set
@@ -160,7 +160,7 @@ def _describe_data(name: str, facts: dict[str, Any]) -> Iterator[str]:
     for part, kind in (("train", "training image"), ("test", "test image")):
         yield f"{counted(facts[part]['images'], kind)}: {facts[part]['from']}"
     if facts["sizes"]:
-        sizes = ", ".join(f"{word} {by(size)}" for word, size in facts["sizes"].items())
+        sizes = ", ".join(f"{word} {show_shape(size)}" for word, size in facts["sizes"].items())
         yield f"height x width: {sizes}"
 
     unreadable = [f"{broken['file']}: {broken['reason']}" for broken in facts["broken"]]

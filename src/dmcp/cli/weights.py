@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dmcp.errors import FileError, WidthsError
 from dmcp.runtime.io import check_inflated, zip_sizes
-from dmcp.units import by
+from dmcp.units import show_shape
 
 _WRAPPERS = ("module.", "_orig_mod.", "module.")  # prefixes of DDP and of torch.compile, also of one inside the other
 _LISTED = 9  # keys of a file that a message lists
@@ -57,7 +57,7 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
 def _describe_shape(tensors: Mapping[str, Tensor], name: str) -> str:
     if name not in tensors:
         return "missing"
-    return by(tensors[name].shape)
+    return show_shape(tensors[name].shape)
 
 
 def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:

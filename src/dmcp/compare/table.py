@@ -18,7 +18,7 @@ from dmcp.results import UNIFORM, UNPRUNED, Row
 from dmcp.runs.files import read_json
 from dmcp.runs.writing import Run
 from dmcp.runtime.io import MOST_JSON, from_plain, read_bytes
-from dmcp.units import between, counted, spread, table
+from dmcp.units import counted, show_mean, show_range, table
 
 TABLE = "compare.json"
 PAGE = "compare.md"
@@ -223,14 +223,14 @@ def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
         if line.same_as:
             accuracy = f"= {line.same_as}"
         elif same is not None:
-            accuracy = spread(same.accuracies)
+            accuracy = show_mean(same.accuracies)
             train_loss = _spread_of_losses(same.train_losses)
             uniform = same_recipe.get((UNIFORM, budget))
             if uniform is not None and same is not uniform:
-                above_uniform = spread(_differences(same, uniform), sign="+z")
+                above_uniform = show_mean(_differences(same, uniform), sign="+z")
         its_own = ""
         if authors is not None:
-            its_own = f"{spread(authors.accuracies)}, {authors.way}"
+            its_own = f"{show_mean(authors.accuracies)}, {authors.way}"
         rows.append(
             [
                 method,
@@ -239,8 +239,8 @@ def _make_cells(lines: Sequence[Line]) -> list[list[str]]:
                 above_uniform,
                 train_loss,
                 its_own,
-                between(*(f"{share:.1%}" for share in line.macs_share)),
-                between(*(f"{count:,}" for count in line.params)),
+                show_range(*(f"{share:.1%}" for share in line.macs_share)),
+                show_range(*(f"{count:,}" for count in line.params)),
                 f"{line.search_seconds:,.0f}",
                 _in_millions(line.sample_passes),
             ]

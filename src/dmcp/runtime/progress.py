@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Column
 
 from dmcp.runtime.distributed import current
-from dmcp.units import clock
+from dmcp.units import show_duration
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Progress:
         """Show this row as a line, or all rows as bars, whichever there is."""
         self.last_shown = time.monotonic()
         left = self.seconds_left()
-        time_left = f"{clock(left)} left" if left and left >= 0.5 else ""
+        time_left = f"{show_duration(left)} left" if left and left >= 0.5 else ""
         rows_with_work = [listed for listed in self.rows.values() if listed.work]
         parts = [row.text]
         if not (rows_with_work and self.bars):  # otherwise the bar of the whole job shows it

@@ -36,7 +36,7 @@ from dmcp.training.losses import (
     scores_of,
 )
 from dmcp.training.optimizer import make_optimizer, parameter_groups
-from dmcp.units import by
+from dmcp.units import show_shape
 
 
 def preflight(
@@ -160,7 +160,7 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
         scores = scores_of(output)
         if scores is not None and scores.shape[1:] == (classes,):
             continue
-        shape = f"a {type(output).__name__} of" if scores is None else by(scores.shape[1:] or (0,))
+        shape = f"a {type(output).__name__} of" if scores is None else show_shape(scores.shape[1:] or (0,))
         raise TrainingError(
             f"In {'training' if train else 'the test'} the network gives {shape} outputs for an image, the data "
             f"have {classes} classes: let its builder take num_classes; dmcp.prune in Python takes any network."
