@@ -206,6 +206,18 @@ HIDDEN: dict[str, Callable[[], nn.Module]] = {  # from the recording
 }
 
 
+def test_a_train_pass_that_fails_half_way_leaves_the_statistics() -> None:
+    """Inception on small images: its second head does not run, after BatchNorms before it have run in train mode."""
+
+    def needs_labels(self: Any, y: Tensor) -> Tensor:
+        if self.training and not y.is_meta:
+            raise RuntimeError("no labels")
+        return self.third(y)
+
+    graph = dmcp.trace(Odd(needs_labels), torch.randn(2, 3, 12, 12))
+    assert graph.verified and "second" in [space.name for space in graph.spaces]
+
+
 def test_a_branch_that_training_starts_from_zero_hides_nothing() -> None:
     """ReZero: at first the branch gives neither outputs nor gradients, so its backward pass must be seen otherwise."""
     model = Odd(lambda self, y: self.third(y + self.scale * Sideways.apply(y)))

@@ -208,6 +208,7 @@ def _compare(
 
     # Gradients in train mode; in eval mode where the model does not run in that, or only roughly.
     gated_pass: tuple[list[Tensor], dict[str, Tensor]] | None = None
+    statistics = [(buffer, buffer.clone()) for buffer in wide.buffers()]
     for training in (True, False) if dtype else (False,):
         try:
             gated_pass = gated.run(training, grad=True)
@@ -215,7 +216,9 @@ def _compare(
         except TraceError:
             raise
         except Exception:  # it needs labels or more samples, or cannot be differentiated
-            continue
+            with torch.no_grad():
+                for buffer, before in statistics:  # the layers that did run in train mode have changed them
+                    buffer.copy_(before)
 
     # The cut network must do the same.
     allowed = _SAME if dtype else _CLOSE
