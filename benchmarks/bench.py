@@ -50,7 +50,7 @@ from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import parameter_groups, sgd
 
 Row = dict[str, Any]
-KINDS = ("steps", "pruned", "epochs", "sampling")  # of rows, each a list in the JSON file
+TABLES = ("steps", "pruned", "epochs", "sampling")  # of rows, each a list in the JSON file
 SAMPLES_AT_ONCE = 1 << 16  # as in direct sampling
 ENGINE = ("precision", "channels_last", "compile", "graphs", "kernels", "tf32")
 HIDDEN = ("model", "model_args", "device", "shape", "groups", "engine", "refused", "held")  # not columns of a table
@@ -484,7 +484,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print a table of each kind; the JSON file is written anew after each row."""
     options = parse_arguments(words)
-    rows: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+    rows: dict[str, list[Row]] = {kind: [] for kind in TABLES}
     facts = {
         "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "platform": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
@@ -494,7 +494,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"{kind}: {json.dumps(row)}", file=sys.stderr, flush=True)
         if options.json:
             options.json.write_text(json.dumps(facts | rows, indent=1) + "\n")
-    for kind in KINDS:
+    for kind in TABLES:
         if rows[kind]:
             print(f"\n{kind}")
             print_table(rows[kind])

@@ -28,10 +28,10 @@ TINY: dict[str, dict[str, Any]] = {  # in which they only run
     "autoslim": {"epochs": 2, "groups": 3, "subnets": 1, "batches": 1, "at_once": 60},
     "dmcp": {"epochs": 2},
 }
-Settings = Mapping[str, Mapping[str, Any]]
+MethodSettings = Mapping[str, Mapping[str, Any]]
 
 
-def chosen(name: str, problem: Problem, settings: Settings = QUICK) -> Choice:
+def chosen(name: str, problem: Problem, settings: MethodSettings = QUICK) -> Choice:
     """What a method chooses, given what its entry says that it needs."""
     method, state = find_method(name), None
     config = method.config(**settings.get(name, {}))

@@ -14,7 +14,7 @@ from short_runs import SEARCH, TRAIN, Noise, traced_residual
 
 import dmcp
 from dmcp.runtime import progress
-from dmcp.runtime.progress import Progress, Row
+from dmcp.runtime.progress import Phase, Progress
 from dmcp.units import show_duration
 
 
@@ -40,14 +40,16 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_time_left_is_that_of_the_whole_job(at: Clock) -> None:
     """A second per unit of work: 4 x 4 in the search, 10 in the training, 1 that is tested."""
     job = Progress(None)
-    job.rows = {row.name: row for row in (Row("search", 4, 4.0), Row("dmcp", 10, 1.0), Row("test", 3, 1 / 3))}
-    search = job.begin(Row("search", 4))
+    job.phases = {
+        phase.name: phase for phase in (Phase("search", 4, 4.0), Phase("dmcp", 10, 1.0), Phase("test", 3, 1 / 3))
+    }
+    search = job.begin(Phase("search", 4))
     assert job.seconds_left() is None  # nobody knows yet
     for step in range(1, 5):
         at.now += 4
         job.update(search, step)
         assert job.seconds_left() == pytest.approx(27 - at.now)
-    training = job.begin(Row("dmcp", 10))
+    training = job.begin(Phase("dmcp", 10))
     at.now += 10.0  # twice as slow as the search made believe
     job.update(training, 5)
     assert job.seconds_left() == pytest.approx(10 + 26 / 21)

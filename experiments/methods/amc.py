@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmcp.compare.methods import Method, Own
-from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
+from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, held_out_batches, loaded, samples_of
 from dmcp.errors import TrainingError
 from dmcp.runtime.batches import generator, input_of, size_of, widest
 from dmcp.runtime.distributed import current, sum_values
@@ -37,7 +37,7 @@ _SMALL = 3e-3  # weights of the last layers at the start: first actions are near
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpgConfig(Settings):
+class DdpgConfig(MethodConfig):
     """How the agent learns; the defaults are those of the two papers."""
 
     hidden: int = setting(300, "Units of each of the two hidden layers, of actor and critic.", 1)
@@ -143,7 +143,7 @@ _CHANGING = 3  # features that depend on the walk, behind those of the space its
 
 
 @dataclass(frozen=True, kw_only=True)
-class AmcConfig(Settings):
+class AmcConfig(MethodConfig):
     """How the agent searches; the defaults are the paper's."""
 
     warmup: int = setting(100, "First episodes, with constant noise; nothing is learned in them.", 0)

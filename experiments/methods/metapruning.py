@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from dmcp.compare.methods import Method
-from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, samples_of
+from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, samples_of
 from dmcp.errors import TrainingError
 from dmcp.runtime.batches import Loader, batches_from, device_of, generator, input_of, labels_of, start_epoch
 from dmcp.runtime.distributed import current
@@ -175,7 +175,7 @@ class WidthsLoader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetaPruningConfig(Settings):
+class MetaPruningConfig(MethodConfig):
     """How the PruningNet is built and trained, and how widths are bred with it."""
 
     hidden: int = setting(32, "Units between the two layers of a block; each costs the parameters of the network.", 1)

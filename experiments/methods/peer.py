@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.compare.methods import Method, Own
-from dmcp.compare.problem import Choice, Problem, Settings, loaded
+from dmcp.compare.problem import Choice, MethodConfig, Problem, loaded
 from dmcp.errors import TrainingError
 from dmcp.exporting.export import blaming
 from dmcp.runtime.batches import input_of, on_device, size_of
@@ -31,7 +31,7 @@ _CANNOT = "torch-pruning cannot prune this network, use another method"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchPruningConfig(Settings):
+class TorchPruningConfig(MethodConfig):
     """How torch-pruning chooses channels, by L2 norm."""
 
     global_pruning: bool = setting(True, "Channels of all layers compete; else each layer loses the same share.")

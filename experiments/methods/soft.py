@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.compare.methods import Method, Own
-from dmcp.compare.problem import CHOOSING, Choice, Problem, Settings, loaded, samples_of
+from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Problem, loaded, samples_of
 from dmcp.runtime.batches import size_of
 from dmcp.searching.importance import (
     ChannelRows,
@@ -35,7 +35,7 @@ from dmcp.training.loop import train
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftConfig(Settings):
+class SoftConfig(MethodConfig):
     """Settings of soft pruning, whatever ranks the channels."""
 
     every: int = setting(1, "Epochs between two times that filters are set to zero; the last one always does it.", 1)

@@ -281,21 +281,21 @@ def resumable(job: PruneJob) -> PruneJob:
     return replace(job, runtime=replace(job.runtime, checkpointer=replace(checkpointer, identity=identity)))
 
 
-def phases(job: PruneJob, val_loader: Loader) -> list[progress.Row]:
+def phases(job: PruneJob, val_loader: Loader) -> list[progress.Phase]:
     """The phases to come, with the work of their steps, in training steps of the unpruned network."""
     return [*_search_phases(job), *_training_phases(job, val_loader)]
 
 
-def _search_phases(job: PruneJob) -> list[progress.Row]:
+def _search_phases(job: PruneJob) -> list[progress.Phase]:
     if not job.searches:
         return []
     config = job.search
     steps_per_epoch = -(-length_of(job.loaders.search) // config.accumulate)
     work = 0.75 * (2 + config.subnets) + 0.5  # narrow sub-networks cost less than the unpruned network
-    return [progress.Row(SEARCH, steps_per_epoch * config.epochs, config.accumulate * work)]
+    return [progress.Phase(SEARCH, steps_per_epoch * config.epochs, config.accumulate * work)]
 
 
-def _training_phases(job: PruneJob, val_loader: Loader) -> list[progress.Row]:
+def _training_phases(job: PruneJob, val_loader: Loader) -> list[progress.Phase]:
     retraining = job.retraining
     shares: dict[str, float] = {}  # of the MACs of the unpruned network, to which the work is proportional
     if UNPRUNED in job.baselines or retraining.teacher == UNPRUNED:
@@ -307,13 +307,13 @@ def _training_phases(job: PruneJob, val_loader: Loader) -> list[progress.Row]:
             shares[job.row(UNIFORM, name)] = share
         shares[job.row(job.method, name)] = share
 
-    rows: list[progress.Row] = []
+    to_come: list[progress.Phase] = []
     if retraining.kind is not Retrain.NONE:
         steps = retraining.config.epochs * length_of(job.loaders.final)
         for name, share in shares.items():
-            rows.append(progress.Row(name, steps, share + _work_of_teacher(retraining, name)))
-    rows.append(progress.Row("test", length_hint(val_loader) * len(shares), _FORWARD))
-    return rows
+            to_come.append(progress.Phase(name, steps, share + _work_of_teacher(retraining, name)))
+    to_come.append(progress.Phase("test", length_hint(val_loader) * len(shares), _FORWARD))
+    return to_come
 
 
 def _work_of_teacher(retraining: Retraining, name: str) -> float:

@@ -43,11 +43,11 @@ class Request:
     )
     quiet: bool = setting(False, "Show no progress, only the result.")
     as_json: bool = setting(False, "Print JSON instead of text.", option="json")
-    more: Mapping[str, Any] = setting({}, option=None)  # options of dmcp compare, by the names of `Comparison`
+    more: Mapping[str, Any] = setting({}, option=None)  # options of dmcp compare, by the names of `ComparisonOptions`
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ComparisonOptions:
     """Options of dmcp compare that are no settings of a run; they replace those of the same name."""
 
     budget: tuple[str, ...] = setting((), "Budget: 50%, 211M, params:2M; repeatable.", shown="50%")

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from dmcp.cli.config import SETTINGS_OPTIONS, Comparison, Option, Request, option_word, options_of
+from dmcp.cli.config import SETTINGS_OPTIONS, ComparisonOptions, Option, Request, option_word, options_of
 from dmcp.errors import DmcpError
 from dmcp.runs.config import RECIPES
 from dmcp.settings import AUTOMATIC, Bound, Setting
 
 _GROUPS = ("Model and data", "Budget", "Latency", "Search", "Training", "Batches and device", "Run", "Comparison")
 _REQUEST_OPTIONS = options_of(Request)
-_COMPARISON_OPTIONS = options_of(Comparison, group="Comparison", commands=("compare",))
+_COMPARISON_OPTIONS = options_of(ComparisonOptions, group="Comparison", commands=("compare",))
 _PLAIN_TYPES = (int, float, str, bool)
 
 

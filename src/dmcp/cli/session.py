@@ -26,8 +26,7 @@ from dmcp.budgets import read_budget
 from dmcp.cli.config import Request, needs_typing, option_word
 from dmcp.cli.job import Job, open_checked
 from dmcp.cli.output import Replaced, describe_replaced, log
-from dmcp.data.datasets import NAMES as DATA
-from dmcp.data.datasets import preprocessing
+from dmcp.data.datasets import BUILT_IN, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.timing import device_name
@@ -137,7 +136,7 @@ def run_folder(config: RunConfig, request: Request) -> Path:
 
 def check_data_is_here(run: Path, config: RunConfig) -> None:
     """Refuse a run whose data are not where its settings say, as seen from this folder."""
-    if config.data not in DATA and not Path(config.data).exists():
+    if config.data not in BUILT_IN and not Path(config.data).exists():
         raise FileError(f"{run}: there is no {config.data!r} here: type the command in the folder where the run began.")
 
 

@@ -37,7 +37,7 @@ from dmcp.exporting.timing import time_files
 from dmcp.report.html import make_page, percent
 from dmcp.results import Row, measure_networks, results_table, score
 from dmcp.runs.config import RunConfig
-from dmcp.runs.files import EXPORTED, INPUT, SEARCH, WIDTHS, read_json
+from dmcp.runs.files import EXPORTED, INPUT, SEARCH_FILE, WIDTHS, read_json
 from dmcp.runs.reading import list_runs, read_run, read_runs, read_widths
 from dmcp.runs.saved_search import load_search
 from dmcp.runs.storage import load
@@ -240,7 +240,7 @@ def _rebuild_network(
 
 def sample(run: Path, direct: int, budget: str, out: Path, seed: int, model: str, as_json: bool) -> None:
     """Run `dmcp sample`: write widths from the search of a run, the expected ones or `direct` random ones."""
-    stored, config = _read_settings(run, SEARCH, model)
+    stored, config = _read_settings(run, SEARCH_FILE, model)
     _, graph, _ = _rebuild_network(run, stored, config)
     search = load_search(run, graph)
     graph = search.graph  # with the run's table of latency, if it has one

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, loaded, samples_of
+from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, loaded, samples_of
 from dmcp.errors import TrainingError
 from dmcp.runtime.batches import device_of
 from dmcp.runtime.distributed import current
@@ -23,7 +23,7 @@ from dmcp.training.losses import Loss, classification_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class L1Config(Settings):
+class L1Config(MethodConfig):
     """Settings of the ranking by norms."""
 
     power: int = setting(1, "Norm of the filters: 1 is the paper's L1 norm, 2 the L2 norm.", 1, 2)
@@ -44,7 +44,7 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlimmingConfig(Settings):
+class SlimmingConfig(MethodConfig):
     """Settings of network slimming."""
 
     sparsity: float = setting(1e-4, "Weight of the sum of absolute scales in the loss; the paper: 1e-4 or 1e-5.", 0)

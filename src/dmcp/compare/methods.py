@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dmcp.budgets import Budget
 from dmcp.compare.magnitude import L1Config, SlimmingConfig, find_l1, find_slimming, prepare_slimming
-from dmcp.compare.problem import CHOOSING, Choice, Prepared, Problem, Settings, held_out_batches, loaded, samples_of
+from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, held_out_batches, loaded, samples_of
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.exporting.export import blaming
 from dmcp.models import imported
@@ -38,13 +38,13 @@ from dmcp.training.losses import classification_loss
 _RANDOM = 7  # tells these random numbers from others of the same seed
 
 
-def find_uniform(problem: Problem, config: Settings) -> Choice:
+def find_uniform(problem: Problem, config: MethodConfig) -> Choice:
     """Uniform widths. Uses no data."""
     widths = problem.uniform()
     return Choice(widths=widths, kept=widths)
 
 
-def find_random(problem: Problem, config: Settings) -> Choice:
+def find_random(problem: Problem, config: MethodConfig) -> Choice:
     """The first random widths that use up the budget. Uses no data."""
     random = generator(problem.seed, _RANDOM)
     widths = random_widths(
@@ -57,7 +57,7 @@ def find_random(problem: Problem, config: Settings) -> Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DmcpConfig(Settings):
+class DmcpConfig(MethodConfig):
     """Settings of a search inside a comparison."""
 
     epochs: int = setting(30, "Passes over the data, warm-up included.", 1)
@@ -117,7 +117,7 @@ def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoSlimConfig(Settings):
+class AutoSlimConfig(MethodConfig):
     """Settings of AutoSlim."""
 
     epochs: int = setting(40, "Passes over the data to train the slimmable network; the paper: 10 to 20 %.", 1)
@@ -245,7 +245,7 @@ class Method:
     """A method as a comparison sees it."""
 
     find: Callable[..., Choice]  # of a problem, the settings and, if there is one, the state dict that it starts from
-    config: Callable[..., Any] = Settings  # its settings: a frozen dataclass with a default for each
+    config: Callable[..., Any] = MethodConfig  # its settings: a frozen dataclass with a default for each
     prepare: Callable[[Problem, Any], Prepared] | None = None  # trains the network it starts from, for all budgets
     trained: bool = False  # whether it starts from the unpruned network, trained on all training images
     own: Own | None = None

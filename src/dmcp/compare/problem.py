@@ -30,7 +30,7 @@ CHOOSING = "choosing"  # the stage in which a method trains and tries out networ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class MethodConfig:
     """Base class for the settings of a method; the ranges of the fields are checked."""
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from dmcp.units import counted, show_mean, show_range, table
 
 TABLE = "compare.json"
 PAGE = "compare.md"
-COMMANDS = "commands.jsonl"  # what was typed
+COMMANDS_FILE = "commands.jsonl"  # what was typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def _read_results(folder: Path) -> dict[str, Result]:
 
 def _read_commands(folder: Path) -> list[str]:
     """The commands that were typed for this folder, each with its time, as JSON."""
-    path = folder / COMMANDS
+    path = folder / COMMANDS_FILE
     if not path.exists():
         return []
     return read_bytes(path, MOST_JSON).decode().splitlines()

@@ -23,7 +23,7 @@ from dmcp.errors import DataError, FileError
 from dmcp.runtime.batches import core_count, generator
 from dmcp.runtime.io import check_inflated, plain_file_size, quote, zip_sizes
 
-NAMES = ("digits", "cifar10", "cifar100")
+BUILT_IN = ("digits", "cifar10", "cifar100")
 _DIGITS_TEST = 382  # images of the last three writers
 _MAX_CLASSES = 2**24
 _Arrays = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,) int64
@@ -98,7 +98,7 @@ def load(
     if str(name) == "digits":
         return _digits()
 
-    if str(name) in NAMES:
+    if str(name) in BUILT_IN:
         folder = Path(root) / name
         if list(folder.glob("train-*.npz")):
             return _shards(folder)
@@ -107,9 +107,9 @@ def load(
     path = Path(name)
     if not path.exists():
         neighbors = [str(neighbor) for neighbor in path.parent.glob("*") if neighbor.is_dir()]
-        near = difflib.get_close_matches(str(name).lower(), [*NAMES, *neighbors], n=1)
+        near = difflib.get_close_matches(str(name).lower(), [*BUILT_IN, *neighbors], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise DataError(f"{str(name)!r} is not a folder or a built-in data set ({', '.join(NAMES)}).{hint}")
+        raise DataError(f"{str(name)!r} is not a folder or a built-in data set ({', '.join(BUILT_IN)}).{hint}")
     if list(path.glob("*.npz")):
         return _shards(path)
     sides = size if isinstance(size, tuple) else (size, size)

@@ -350,7 +350,7 @@ def _resize_weights(axis: Tensor, size: int, pixels: int) -> Tensor:
 
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, which pre-trained networks expect
 STD = (0.229, 0.224, 0.225)
-GREY = (0.299, 0.587, 0.114)  # shares of red, green and blue, as PIL has them
+LUMA = (0.299, 0.587, 0.114)  # shares of red, green and blue, as PIL has them
 SCALES = {3: (MEAN, STD), 1: ((0.458971,), (0.225609,))}  # mean and deviation by number of channels
 
 
@@ -363,6 +363,6 @@ def mean_and_std(device: torch.device | str) -> Any:
 def to_grey(images: Tensor) -> Tensor:
     """Turn normalized images (N, 3, height, width) into grey ones, normalized as such: (N, 1, height, width)."""
     grey_std = SCALES[1][1][0]
-    planes = zip(GREY, STD, images.unbind(1), strict=True)
+    planes = zip(LUMA, STD, images.unbind(1), strict=True)
     red, green, blue = (share * std / grey_std * plane for share, std, plane in planes)
     return (red + green + blue)[:, None]

@@ -27,7 +27,7 @@ EXPORTED = "export.json"  # milliseconds of each exported file, of float32 and o
 PREPARED = "prepared.safetensors"  # a network that other runs start from
 
 # The search
-SEARCH = "search.json"
+SEARCH_FILE = "search.json"
 ALPHAS = "search.safetensors"
 
 _MAX_LOG = 2**30  # bytes of a log that are read

@@ -18,7 +18,7 @@ from dmcp.runs.files import (
     LOG,
     OUTCOME,
     REPORT,
-    SEARCH,
+    SEARCH_FILE,
     SETTINGS,
     STARTS,
     TIMES,
@@ -203,8 +203,8 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
         if (folder / EXPORTED).is_file():
             facts["exported"] = _read_export_times(folder / EXPORTED)
 
-        file = SEARCH
-        if (folder / SEARCH).is_file():
+        file = SEARCH_FILE
+        if (folder / SEARCH_FILE).is_file():
             summary = read_summary(folder)
             facts |= {"targets": summary.targets, "expected": summary.expected}
     except Exception as error:  # a file may hold anything

@@ -17,7 +17,7 @@ from dmcp.budgets import Budget
 from dmcp.errors import FileError, WidthsError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.markov import INDEPENDENT, process_of
-from dmcp.runs.files import ALPHAS, LOG, SEARCH, read_json, read_stage
+from dmcp.runs.files import ALPHAS, LOG, SEARCH_FILE, read_json, read_stage
 from dmcp.runtime.io import from_plain, parse_tensors, quote, read_bytes, write_files
 from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.tracing.graph import ChannelGraph
@@ -58,7 +58,7 @@ def save_search(result: SearchResult, folder: Path) -> None:
         independent=result.process is INDEPENDENT,
         sha256=hashlib.sha256(alphas).hexdigest(),
     )
-    write_files(folder, {ALPHAS: alphas, SEARCH: json.dumps(asdict(facts), indent=1).encode()})
+    write_files(folder, {ALPHAS: alphas, SEARCH_FILE: json.dumps(asdict(facts), indent=1).encode()})
 
 
 @checked
@@ -69,10 +69,10 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     """
     folder = Path(folder)
     try:
-        facts = from_plain(_Facts, read_json(folder / SEARCH))
+        facts = from_plain(_Facts, read_json(folder / SEARCH_FILE))
         steps = tuple(from_plain(SearchRecord, record) for record in read_stage(folder, "search"))
     except (TypeError, ValueError) as error:
-        text = f"{folder}: {SEARCH} or {LOG} were not written by this version of torch-dmcp: {quote(error)}."
+        text = f"{folder}: {SEARCH_FILE} or {LOG} were not written by this version of torch-dmcp: {quote(error)}."
         raise FileError(text) from None
     if facts.fingerprint != graph.fingerprint or facts.spaces != tuple(space.name for space in graph.spaces):
         raise WidthsError(f"{folder}: this search was of other spaces: build and trace the model as it was.")
@@ -106,7 +106,7 @@ class SearchSummary:
 
 def read_summary(folder: Path) -> SearchSummary:
     """Read targets and expected widths, with no graph to check them by."""
-    facts = read_json(folder / SEARCH)
+    facts = read_json(folder / SEARCH_FILE)
     spaces = [str(name) for name in facts["spaces"]]
     targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
     process = process_of(bool(facts["independent"]))

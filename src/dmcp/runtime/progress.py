@@ -34,7 +34,7 @@ def show_nothing(done: int, text: str = "") -> None:
 
 
 @dataclass(eq=False)
-class Row:
+class Phase:
     """A phase of a job."""
 
     name: str
@@ -52,7 +52,7 @@ class Progress:
     """The phases of a job, shown on stderr."""
 
     def __init__(self, console: Console | None, lines: bool = False) -> None:
-        self.rows: dict[str, Row] = {}
+        self.phases: dict[str, Phase] = {}
         self.lines = lines
         self.last_shown = time.monotonic()
         self.bars: bars.Progress | None = None
@@ -68,82 +68,82 @@ class Progress:
                 redirect_stdout=sys.stdout.isatty(),
             )
 
-    def begin(self, new_row: Row) -> Row:
-        """Add a row, or more steps to the row of this name. Its `done` steps were done by an earlier process."""
-        row = self.rows.setdefault(new_row.name, new_row)
-        row.start = 0 if row is new_row else row.done
-        row.steps = max(row.steps, row.start + new_row.steps)
-        row.done = row.start + new_row.done
-        row.time = time.monotonic()
+    def begin(self, new_phase: Phase) -> Phase:
+        """Add a phase, or more steps to the phase of this name. Its `done` steps were done by an earlier process."""
+        phase = self.phases.setdefault(new_phase.name, new_phase)
+        phase.start = 0 if phase is new_phase else phase.done
+        phase.steps = max(phase.steps, phase.start + new_phase.steps)
+        phase.done = phase.start + new_phase.done
+        phase.time = time.monotonic()
         if self.bars:
-            self.draw(row)
-        return row
+            self.draw(phase)
+        return phase
 
-    def update(self, row: Row, done: int, text: str = "") -> None:
+    def update(self, phase: Phase, done: int, text: str = "") -> None:
         """Note that so many steps of the current call are done."""
         now = time.monotonic()
-        done += row.start
-        if done <= row.done:
+        done += phase.start
+        if done <= phase.done:
             return
-        row.timed += done - row.done
-        row.seconds += now - row.time
-        row.done = done
-        row.time = now
-        row.text = text
-        row.steps = max(row.steps, done)
+        phase.timed += done - phase.done
+        phase.seconds += now - phase.time
+        phase.done = done
+        phase.time = now
+        phase.text = text
+        phase.steps = max(phase.steps, done)
         interval = _SECONDS_BETWEEN_DRAWINGS if self.bars else _SECONDS_BETWEEN_LINES
         if now - self.last_shown >= interval:
-            self.draw(row)
+            self.draw(phase)
 
     def seconds_left(self) -> float | None:
-        """Seconds that all rows still need; None if that cannot be known.
+        """Seconds that all phases still need; None if that cannot be known.
 
-        A row that has not begun is expected to be as fast for its work as the rows that have.
+        A phase that has not begun is expected to be as fast for its work as the phases that have.
         """
-        timed = [row for row in self.rows.values() if row.work and row.timed]
+        timed = [phase for phase in self.phases.values() if phase.work and phase.timed]
         seconds_per_work = 0.0
         if timed:
-            seconds_per_work = sum(row.seconds for row in timed) / sum(row.work * row.timed for row in timed)
+            seconds_per_work = sum(phase.seconds for phase in timed) / sum(phase.work * phase.timed for phase in timed)
         total = 0.0
-        for row in self.rows.values():
-            if row.timed:
-                seconds_per_step = row.seconds / row.timed
+        for phase in self.phases.values():
+            if phase.timed:
+                seconds_per_step = phase.seconds / phase.timed
             else:
-                seconds_per_step = row.work * seconds_per_work
-            if row.done < row.steps and not seconds_per_step:
+                seconds_per_step = phase.work * seconds_per_work
+            if phase.done < phase.steps and not seconds_per_step:
                 return None
-            total += (row.steps - row.done) * seconds_per_step
+            total += (phase.steps - phase.done) * seconds_per_step
         return total
 
-    def draw(self, row: Row, last: bool = False) -> None:
-        """Show this row as a line, or all rows as bars, whichever there is."""
+    def draw(self, phase: Phase, last: bool = False) -> None:
+        """Show this phase as a line, or all phases as bars, whichever there is."""
         self.last_shown = time.monotonic()
         left = self.seconds_left()
         time_left = f"{show_duration(left)} left" if left and left >= 0.5 else ""
-        rows_with_work = [listed for listed in self.rows.values() if listed.work]
-        parts = [row.text]
-        if not (rows_with_work and self.bars):  # otherwise the bar of the whole job shows it
+        comparable = [listed for listed in self.phases.values() if listed.work]
+        parts = [phase.text]
+        if not (comparable and self.bars):  # otherwise the bar of the whole job shows it
             parts.append(time_left)
         text = ", ".join(filter(None, parts))
         with contextlib.suppress(OSError):  # a run goes on without its terminal
-            if self.lines and row.done and (row.text or not last):
-                words = ", ".join(filter(None, [f"{row.done} of {row.steps}", text]))
-                print(f"{row.name}: {words}", file=sys.stderr, flush=True)
+            if self.lines and phase.done and (phase.text or not last):
+                words = ", ".join(filter(None, [f"{phase.done} of {phase.steps}", text]))
+                print(f"{phase.name}: {words}", file=sys.stderr, flush=True)
             if self.bars:
-                self._draw_bars(self.bars, row, text, rows_with_work, time_left)
+                self._draw_bars(self.bars, phase, text, comparable, time_left)
 
     def _draw_bars(
-        self, shown_bars: bars.Progress, row: Row, text: str, rows_with_work: list[Row], time_left: str
+        self, shown_bars: bars.Progress, phase: Phase, text: str, comparable: list[Phase], time_left: str
     ) -> None:
-        """Draw a bar for each row, and one for the work of all rows whose work is comparable."""
-        for number, listed in enumerate(self.rows.values()):
+        """Draw a bar for each phase, and one for the work of all phases whose work is comparable."""
+        for number, listed in enumerate(self.phases.values()):
             count = f"{listed.done}/{listed.steps}"
-            listed_text = text if listed is row else listed.text
+            listed_text = text if listed is phase else listed.text
             _set_bar(shown_bars, number, listed.name, listed.done, listed.steps, count, listed_text)
-        if rows_with_work:
-            done = sum(listed.work * listed.done for listed in rows_with_work)
-            total = sum(listed.work * listed.steps for listed in rows_with_work)
-            _set_bar(shown_bars, len(self.rows), "in all", done, total, f"{done / total:.0%}", time_left)
+        if comparable:
+            done = sum(listed.work * listed.done for listed in comparable)
+            total = sum(listed.work * listed.steps for listed in comparable)
+            _set_bar(shown_bars, len(self.phases), "in all", done, total, f"{done / total:.0%}", time_left)
         shown_bars.refresh()
 
 
@@ -163,7 +163,7 @@ _CURRENT: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 @contextlib.contextmanager
 def showing(progress: bool | None = None, lines: bool = False) -> Iterator[None]:
-    """While entered, phases are rows of one job.
+    """While entered, all phases belong to one job.
 
     progress: whether to show them; None: in a terminal or notebook. lines: elsewhere, show them as lines of text.
     """
@@ -198,14 +198,14 @@ def shown(call: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
-def plan(rows: Iterable[Row]) -> None:
+def plan(phases: Iterable[Phase]) -> None:
     """Add phases that are to come, so that the time left is that of the whole job."""
     job = _CURRENT.get()
     if job is None:
         return
-    for row in rows:
-        job.rows.pop(row.name, None)  # such as the test of the model before the search
-        job.rows[row.name] = row
+    for phase_to_come in phases:
+        job.phases.pop(phase_to_come.name, None)  # such as the test of the model before the search
+        job.phases[phase_to_come.name] = phase_to_come
 
 
 @contextlib.contextmanager
@@ -215,10 +215,10 @@ def phase(name: str, steps: int, done: int = 0) -> Iterator[Update]:
     if job is None:
         yield show_nothing
         return
-    row = job.begin(Row(name, steps, done=done))
-    yield functools.partial(job.update, row)
-    if row.done > row.start + done:
-        job.draw(row, last=True)
+    begun = job.begin(Phase(name, steps, done=done))
+    yield functools.partial(job.update, begun)
+    if begun.done > begun.start + done:
+        job.draw(begun, last=True)
 
 
 def each(name: str, items: Iterable[T]) -> Iterator[T]:
