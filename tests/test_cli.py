@@ -168,7 +168,7 @@ def test_a_dry_run_trains_and_writes_nothing_and_knows_of_bounds(
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, "prune", *DRY, "--baselines")
     assert (code, err) == (0, "") and list(tmp_path.iterdir()) == []
-    assert all(words in out for words in ("at most 381,760 macs", "uniform", "total", "Nothing was"))
+    assert all(words in out for words in ("at most 381,760 MACs", "uniform", "total", "Nothing was"))
     monkeypatch.setattr(commands, "forecast", lambda *_: [])  # the times of steps are not asked for
     given = ((), ("--min-channels", "8"), ("--max-channels", "60"))
     reached = [json.loads(run(capsys, "prune", *DRY, "--json", *more)[1])["reachable"] for more in given]
@@ -286,7 +286,7 @@ def test_inspect_shows_totals_and_tied_layers(capsys: Capture) -> None:
     code, out, err = run(capsys, "inspect", "resnet50", "--input", "3x64x64")
     assert (code, err) == (0, "") and "\x1b" not in out and "…" not in out
     layers = ("layer1.0.conv3", "layer1.0.downsample.0", "layer1.1.conv3", "layer1.2.conv3")  # one residual stream
-    assert all(text in out for text in ("335.7M MACs", "25.56M params", *layers))
+    assert all(text in out for text in ("335.7M MACs", "25.56M parameters", *layers))
     assert run(capsys, "inspect", "lraspp_mobilenet_v3_large", "--input", "3x64x64")[0] == 0
     words = ("inspect", "resnet18", "--input", "3x64x64", "--json")
     full = json.loads(run(capsys, *words)[1])

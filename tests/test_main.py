@@ -59,6 +59,12 @@ def test_a_shell_completes_words(capsys: Capture, monkeypatch: pytest.MonkeyPatc
         assert sorted(run(capsys)[1].split()) == wanted.split()
 
 
+@pytest.mark.parametrize("command", EVERY)
+def test_help_has_no_raw_types_or_ranges(command: str, capsys: Capture) -> None:
+    text = run(capsys, command, "--help")[1]
+    assert not re.search(r"range|list\[|<=|>=|\[default|\[required", text)
+
+
 def test_every_help_has_examples_and_the_first_has_the_exit_codes(capsys: Capture) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0 and run(capsys)[:2] == (0, out)  # no command is no mistake

@@ -93,7 +93,7 @@ def test_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(monkey
     own = dmcp.Task(loss=classification_loss())
     with pytest.warns(DistillationWarning):
         found = dmcp.prune(model, *loaders, **short, task=own)
-    assert found.origin == "dmcp: trained on from the weights of the search"
+    assert found.origin == "dmcp: fine-tuned from the weights of the search"
 
 
 class Blurred(Residual):

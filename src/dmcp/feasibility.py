@@ -126,4 +126,4 @@ def check_budget(small: nn.Module, widths: Widths, graph: ChannelGraph, budget: 
             cost = graph.cost(limit.kind, widths)
         if cost > limit.target:
             counted, allowed = show_cost(limit.kind, cost), show_cost(limit.kind, limit.target)
-            raise BudgetError(f"The cut network has {counted}, more than the {allowed} allowed: please report this.")
+            raise BudgetError(f"The cut network costs {counted}, more than the {allowed} allowed: please report this.")

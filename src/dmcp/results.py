@@ -171,7 +171,7 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
     results = pruned(rows)
     baselines = [row for row in rows if row.name in _BASELINES and row not in results]
 
-    lines = [f"shares are of the unpruned network: {graph.macs():,} MACs, {graph.params():,} params"]
+    lines = [f"100% is the unpruned network: {graph.macs():,} MACs, {graph.params():,} parameters"]
     if origin:
         lines.append(origin)
     if baselines:

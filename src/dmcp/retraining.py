@@ -205,12 +205,13 @@ def describe_origin(retraining: Retraining, teacher: str, name: str, start: str)
     elif retraining.anew:
         text = f"{name}: trained from fresh weights"
     else:
-        text = f"{name}: trained on from {start}"
+        text = f"{name}: fine-tuned from {start}"
     if not teacher:
         return text
     share = 100 * retraining.config.kd_weight
     temperature = retraining.config.kd_temperature
-    return f"{text}, {share:g}% of its loss from {teacher} (temperature {temperature:g}), the rest from the labels"
+    distillation = f"{share:g}% distillation from {teacher} (temperature {temperature:g})"
+    return f"{text}; its loss is {distillation}, the rest is the loss of the labels"
 
 
 # teachers

@@ -213,8 +213,9 @@ class SearchConfig:
     """
 
     budget: int | float | str | Budget = setting(
-        help="Budget: 50%, 211M, 1.1G, params:2M, memory:256kB, 8ms, latency:50%, or several limits: 50%,params:2M. "
-        "Repeat the option to get a network for each budget from one search.",
+        help="Limit on the cost of the pruned network: 50% of the MACs, 211M (MACs), params:2M, memory:256kB, 8ms or "
+        "latency:50%. Join limits that must all hold with commas: 50%,params:2M. Repeat the option to get one network "
+        "for each budget from a single search.",
         group="Budget",
         shown="50%",
     )
@@ -228,10 +229,16 @@ class SearchConfig:
     groups: int = setting(10, "Number of channel groups in each space.", 1, group="Budget", commands=_GROUPED)
     align: int | None = setting(None, _ALIGN, 1, group="Budget", commands=_GROUPED)
     min_channels: Bound = setting(
-        {}, "Minimum number of channels: 8 for every space, or layer1=16 for one.", group="Budget", commands=_GROUPED
+        {},
+        "Minimum number of channels: 8 for every space, or layer1=16 for one; repeatable.",
+        group="Budget",
+        commands=_GROUPED,
     )
     max_channels: Bound = setting(
-        {}, "Maximum number of channels, written in the same way.", group="Budget", commands=_GROUPED
+        {},
+        "Maximum number of channels: 48 for every space, or layer3=48 for one; repeatable.",
+        group="Budget",
+        commands=_GROUPED,
     )
     epochs: int = setting(
         40, "Number of search epochs, including the warm-up.", 1, option="search_epochs", shown=AUTOMATIC
@@ -357,7 +364,7 @@ class Engine:
         None, "Use dmcp's own kernels for layers with few channels. Default: in bfloat16, on one GPU."
     )
     tf32: bool = setting(True, "Allow TF32: float32 products on a GPU round their inputs to 10 bits.", commands=RUNS)
-    deterministic: bool = setting(False, "Make runs bit-identical on a GPU, too; slower.")
+    deterministic: bool = setting(False, "Make runs on a GPU bit-identical, too (slower).")
     sync_batchnorm: bool = setting(False, "Synchronize BatchNorm statistics across all ranks, on GPUs.", commands=RUNS)
 
     def __post_init__(self) -> None:

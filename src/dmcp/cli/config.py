@@ -28,11 +28,11 @@ class Request:
     out: str = setting("", "Folder of the run. Default: a new one in runs/.")
     resume: str = setting("", "Folder of an interrupted run to resume, with its original settings.", commands=RUNS)
     seeds: int = setting(
-        1, "Number of parallel runs, with seeds starting at --seed; their mean is printed.", 1, commands=("prune",)
+        1, "Number of seeds, starting at --seed, to run in parallel; their mean is printed.", 1, commands=("prune",)
     )
     dry_run: bool = setting(
         False,
-        "Show what a run would do (its budgets, chosen settings, time and memory); train and write nothing.",
+        "Show reachable budgets, chosen settings, time and memory of a run, without training or writing anything.",
         commands=("prune", "compare"),
     )
     no_train: bool = setting(
@@ -41,7 +41,7 @@ class Request:
         group="Training",
         commands=("prune",),
     )
-    quiet: bool = setting(False, "Show no progress, only the result.")
+    quiet: bool = setting(False, "Print only the result, no progress.")
     as_json: bool = setting(False, "Print JSON instead of text.", option="json")
     more: Mapping[str, Any] = setting({}, option=None)  # options of dmcp compare, by the names of `ComparisonOptions`
 
@@ -50,9 +50,14 @@ class Request:
 class ComparisonOptions:
     """Options of dmcp compare that are no settings of a run; they replace those of the same name."""
 
-    budget: tuple[str, ...] = setting((), "Budget: 50%, 211M, params:2M; repeatable.", shown="50%")
-    methods: str = setting("all", "Comma-separated methods: all, names, or package.module:NAME.")
-    set: tuple[str, ...] = setting((), "Setting of a method, like dmcp.epochs=40; repeatable.")
+    budget: tuple[str, ...] = setting(
+        (),
+        "Limit on the cost of each pruned network: 50% of the MACs, 211M (MACs), params:2M or memory:256kB. Repeat the "
+        "option to compare at several budgets.",
+        shown="50%",
+    )
+    methods: str = setting("all", "Methods, separated by commas: names or package.module:NAME, or all.")
+    set: tuple[str, ...] = setting((), "Setting of one method, like dmcp.epochs=40; repeatable.")
     seeds: int = setting(3, "Number of seeds, starting at --seed.", 1)
     epochs: int = setting(60, "Number of epochs of the final training.", 1)
     finetune_epochs: int | None = setting(None, "Number of fine-tuning epochs. Default: two thirds of --epochs.", 0)

@@ -24,9 +24,9 @@ _CODES = """\b
 Exit codes:
   0    success
   1    a bug in dmcp; please report it
-  2    a mistake in the command, the files or the settings; stderr says what in one sentence
+  2    a mistake in the command, the files or the settings; one sentence on stderr explains it
   3    stopped as requested; stderr shows the command that resumes the run
-  75   lost another rank; the same command with --resume continues
+  75   another rank was lost; continue with the same command and --resume
   130  interrupted by Ctrl-C
   141  the program reading the output, such as head, closed the pipe
 Results are printed to stdout, everything else to stderr."""
@@ -195,16 +195,16 @@ def _help(name: str, kind: Any = RunConfig) -> str:
 
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_help("model"), autocompletion=complete_model)]
-ModelArgs = Annotated[list[str] | None, typer.Option(help=_help("model_args"))]
-Ignore = Annotated[list[str] | None, typer.Option(help=_help("ignore"))]
+ModelArgs = Annotated[list[str] | None, typer.Option(metavar="<str>", help=_help("model_args"))]
+Ignore = Annotated[list[str] | None, typer.Option(metavar="<str>", help=_help("ignore"))]
 Input = Annotated[str, typer.Option(help=_help("input"))]
 Device = Annotated[str, typer.Option(help=_help("device"))]
-Workers = Annotated[int | None, typer.Option(min=1, max=1024, help=_help("workers"))]
-Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help=_help("seed"))]
+Workers = Annotated[int | None, typer.Option(metavar="<int>", min=1, max=1024, help=_help("workers"))]
+Seed = Annotated[int, typer.Option(metavar="<int>", min=0, max=MAX_SEED, help="Random seed for --direct.")]
 _TYPED_AGAIN = "Network of the run. Required if building it runs your own code or downloads weights."
 RunModel = Annotated[str, typer.Option(help=_TYPED_AGAIN, autocompletion=complete_model)]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress, only the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -261,7 +261,7 @@ def prune(request: Request) -> None:
 @app.command(cls=Grouped)
 @takes_settings
 def search(request: Request) -> None:
-    """Search only. The run contains the alphas, the expected widths, and the network cut with the searched weights.
+    """Search and cut, without the final training. The run contains the alphas, the expected widths and the cut network.
 
     \b
     Examples:
@@ -286,7 +286,7 @@ def train(request: Request) -> None:
     _late("prune").train(config, request)
 
 
-@app.command()
+@app.command(cls=Grouped)
 def inspect(
     model: ModelName,
     input: Input = "",
@@ -312,9 +312,17 @@ def inspect(
 @app.command(cls=Grouped)
 def sample(
     run: RunFolder,
-    direct: Annotated[int, typer.Option(min=0, max=10_000, help="Number of samples; 0 for expected widths.")] = 0,
-    budget: Annotated[str, typer.Option(help="Budget to scale the widths to. Default: the search's.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder for the files. Default: the run.")] = None,
+    direct: Annotated[
+        int,
+        typer.Option(
+            metavar="<int>",
+            min=0,
+            max=10_000,
+            help="Number of widths to sample; without it, the expected widths are written.",
+        ),
+    ] = 0,
+    budget: Annotated[str, typer.Option(help="Budget to scale the widths to. Default: that of the search.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder to write to. Default: the run folder.")] = None,
     seed: Seed = 0,
     model: RunModel = "",
     as_json: AsJson = False,
@@ -330,11 +338,13 @@ def sample(
     _late("show").sample(run, direct, budget, out or run, seed, model, as_json)
 
 
-@app.command()
+@app.command(cls=Grouped)
 def evaluate(
     run: RunFolder,
     data: Annotated[str, typer.Option(help="Data set to test on. Default: that of the run.")] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Batch size. Default: that of the run.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="<int>", min=1, help="Batch size. Default: that of the run.")
+    ] = None,
     device: Device = "",
     workers: Workers = None,
     corrupt: Annotated[Corrupt, typer.Option(help=_help("corrupt"))] = Corrupt.STOP,
@@ -356,7 +366,7 @@ def evaluate(
     _late("show").evaluate(run, changes, model, as_json)
 
 
-@app.command()
+@app.command(cls=Grouped)
 def data(
     name: Annotated[str, typer.Argument(metavar="FOLDER", help=_help("data"))],
     quiet: Quiet = False,
@@ -374,16 +384,18 @@ def data(
     _late("show").data(name, quiet, as_json)
 
 
-@app.command()
+@app.command(cls=Grouped)
 def latency(
     model: Annotated[str, typer.Option(help=_help("model"), autocompletion=complete_model)],
     out: Annotated[
         str,
-        typer.Option(help="File for the table. Default: only printed."),
+        typer.Option(help="File to write the table to. Default: the table is only printed."),
     ] = "",
     data: Annotated[str, typer.Option(help="Data set of the later run; it determines --input and --classes.")] = "",
     input: Input = "",
-    classes: Annotated[int | None, typer.Option(min=1, help="Number of classes. Default: the builder's.")] = None,
+    classes: Annotated[
+        int | None, typer.Option(metavar="<int>", min=1, help="Number of classes. Default: that of the builder.")
+    ] = None,
     model_args: ModelArgs = None,
     ignore: Ignore = None,
     batch: Annotated[int, typer.Option(help=_help("batch", LatencyConfig))] = LatencyConfig.batch,
@@ -393,7 +405,7 @@ def latency(
     runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the latency of networks cut from a model, and how well it predicts the latency of others.
+    """Time networks cut from a model, and fit a table that predicts the latency of other widths.
 
     \b
     Examples:
@@ -413,7 +425,7 @@ def latency(
     _late("show").latency(config, classes, settings, out, as_json)
 
 
-@app.command()
+@app.command(cls=Grouped)
 def export(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file. Default: model.onnx in the run.")] = None,
@@ -434,9 +446,9 @@ def export(
     _late("show").export(run, target, int8, model, quiet, as_json)
 
 
-@app.command()
+@app.command(cls=Grouped)
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with run folders.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that contains runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """List the runs in a folder, oldest first, with state, budget, accuracy and share of MACs left.
@@ -449,7 +461,7 @@ def runs(
     _late("show").runs(folder, as_json)
 
 
-@app.command()
+@app.command(cls=Grouped)
 def report(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.")],
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
@@ -469,7 +481,7 @@ def report(
 def compare(request: Request) -> None:
     """Compare pruning methods under one protocol: the same data, split, recipe and budgets, over several seeds.
 
-    Each method, budget and seed has a run folder. Run the same command again to continue where it stopped.
+    Each combination of method, budget and seed has its own run folder. Repeat the command to continue where it stopped.
 
     \b
     Examples:

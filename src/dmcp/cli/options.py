@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,19 +24,33 @@ _PLAIN_TYPES = (int, float, str, bool)
 
 
 class Grouped(TyperCommand):
-    """A command whose help lists its options in groups."""
+    """A command whose help lists arguments first, then options in groups, all of them in the same form."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options, group by group."""
-        groups: dict[str, list[Any]] = {}
+        """Write the arguments and options, group by group."""
+        groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
-                name = getattr(parameter, "rich_help_panel", None) or "Options"
-                groups.setdefault(name, []).append(record)
+            if record is None:  # a hidden option
+                continue
+            words, _ = record  # the rest is typer's text, which also has ranges and defaults as raw values
+            name = getattr(parameter, "rich_help_panel", None) or "Options"
+            if parameter.param_type_name == "argument":
+                words = str(parameter.metavar)
+                name = "Arguments"
+            groups.setdefault(name, []).append((words, _parameter_help(parameter)))
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+
+def _parameter_help(parameter: Any) -> str:
+    """The help of an argument or option of any command, and its default, where the help does not name one."""
+    text = str(parameter.help)
+    if parameter.required:
+        return f"{text} Required."
+    default = _default_words(parameter.default)
+    return f"{text} Default: {default}." if default and "Default:" not in text else text
 
 
 def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
@@ -85,7 +100,7 @@ def _parameter(option: Option, command: str) -> inspect.Parameter:
         "help": _help_text(described, command),
     }
     if not is_setting and described.type is int:  # a setting of a run is checked where it is made
-        details["min"] = int(described.low)
+        details |= {"min": int(described.low), "metavar": "<int>"}
     if _typed_as(described) == list[str]:
         details["metavar"] = "<str>"
     if described.type == Bound:
@@ -116,11 +131,18 @@ def _help_text(described: Setting, command: str) -> str:
     if default == AUTOMATIC:
         has_dry_run = command in _REQUEST_OPTIONS["dry_run"].commands
         default = "automatic (shown by --dry-run)" if has_dry_run else "automatic (written to settings.json)"
-    elif not default and isinstance(described.default, str | int | float) and described.default not in ("", 0):
-        default = str(described.default)
-        if described.default is True:
-            default = "yes"
+    elif not default:
+        default = _default_words(described.default)
     return f"{described.help} Default: {default}." if default else described.help
+
+
+def _default_words(value: object) -> str:
+    """A default in words; empty if there is nothing to say, as for an empty text or an option that is off."""
+    if value is True:
+        return "yes"
+    if isinstance(value, str | int | float | Path) and value not in ("", 0):
+        return str(value)
+    return ""
 
 
 # completion

@@ -79,7 +79,7 @@ def plain_costs(spent: Mapping[str, int]) -> dict[str, float]:
 
 
 def describe_costs(graph: ChannelGraph, widths: Widths) -> str:
-    """121,000 macs (49.9%), 41,000 params (53.8%), 32.77 kB (75.0%)"""
+    """121,000 MACs (49.9%), 41,000 parameters (53.8%), 32.77 kB of memory (75.0%)"""
     full = costs(graph, graph.full)
     spent = costs(graph, widths)
     return ", ".join(f"{show_cost(kind, amount)} ({amount / full[kind]:.1%})" for kind, amount in spent.items())

@@ -74,7 +74,7 @@ def _print_result(folder: Path, result: PruneResult) -> None:
     if result.search is not None:
         shares = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
         steps = len(result.search.log)
-        print(f"{steps} search steps; expected cost at the end: {shares} of {result.search.budget.text}")
+        print(f"{steps} search steps; expected cost at the end: {shares} of the budget {result.search.budget.text}")
     if not result.by_budget:
         print(f"cut to {describe_costs(result.graph, result.widths)}")
     for name, of_budget in result.by_budget.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dmcp.budgets import LATENCY, MEMORY, NAMES, show_cost
+from dmcp.budgets import LATENCY, MEMORY, NAMES, show_amount
 from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.searching.sampling import expected_widths
 from dmcp.tracing.widths import Widths
@@ -269,5 +269,5 @@ def _in_percent(axis: Any) -> None:
 def amount(kind: str, number: float) -> str:
     """A cost as people read it: 20.4M, 8.12 ms, 65.5 kB."""
     if kind in (LATENCY, MEMORY):
-        return show_cost(kind, number)
+        return show_amount(kind, number)
     return show_count(number)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import quote as quote_url
 
-from dmcp.budgets import LATENCY, show_cost
+from dmcp.budgets import LATENCY, NAMES, show_amount
 from dmcp.exporting.latency import LATENCY_FILE
 from dmcp.report.figures import Point, accuracy_over_cost, draw_all, save_figure
 from dmcp.results import ACCURACY, PruneResult, error_of, results_table
@@ -108,9 +108,9 @@ def _report(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path
     spent = costs(result.graph, result.widths)
     for limit in budget.limits:
         if limit.kind != LATENCY:
-            used = show_cost(limit.kind, spent[limit.kind])
-            allowed = show_cost(limit.kind, limit.target)
-            lines.append(f"- {limit.kind}: {used} of {allowed} allowed ({spent[limit.kind] / limit.target:.1%})")
+            used = show_amount(limit.kind, spent[limit.kind])
+            allowed = show_amount(limit.kind, limit.target)
+            lines.append(f"- {NAMES[limit.kind]}: {used} of {allowed} allowed ({spent[limit.kind] / limit.target:.1%})")
     if result.latency is not None:
         lines.append(f"- {result.latency.text}")
     if result.search is not None:

@@ -53,7 +53,7 @@ class RunConfig:
     )
     weights: str = setting(
         "",
-        "Weights file to start from, .safetensors or .pth. A last layer for other classes is reinitialized.",
+        "Weights file to start from, .safetensors or .pth. A last layer for another number of classes starts fresh.",
         group=_MODEL_AND_DATA,
         commands=RUNS,
     )
@@ -63,7 +63,7 @@ class RunConfig:
         group=_MODEL_AND_DATA,
     )
     input: str = setting(
-        "", "Shape of one sample, like 3x224x224. Default: the data's or the model's.", group=_MODEL_AND_DATA
+        "", "Shape of one sample, like 3x224x224. Default: that of the data or the model.", group=_MODEL_AND_DATA
     )
     ignore: tuple[str, ...] = setting((), "Module or space to leave unpruned; repeatable.", group=_MODEL_AND_DATA)
     inexact: bool = setting(
@@ -94,14 +94,14 @@ class RunConfig:
 
     method: str = setting(
         "dmcp",
-        "Pruning method: dmcp searches; l1, l2, uniform and others from dmcp compare choose widths without a search.",
+        "Pruning method: dmcp searches for widths; l1, l2, uniform and others (see dmcp compare) use no search.",
         group=_SEARCH,
         commands=("prune",),
     )
     budgets: tuple[str, ...] = setting((), option=None)  # several: one search, at search.budget, a network for each
     search: SearchConfig | None = setting(None, group=_SEARCH, commands=SEARCHES)
     search_images: int = setting(
-        0, "Images per search epoch, instead of all.", 0, group=_SEARCH, commands=SEARCHES, shown=AUTOMATIC
+        0, "Number of images in each search epoch, if not all.", 0, group=_SEARCH, commands=SEARCHES, shown=AUTOMATIC
     )
     holdout: float = setting(
         0.0, "Fraction of the training images held out to train the alphas.", group=_SEARCH, commands=SEARCHES

@@ -73,9 +73,9 @@ def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widt
         if least[kind] <= limit.target <= most[kind]:
             continue
         too_small = limit.target < least[kind]
-        side = "less than the smallest" if too_small else "more than the largest"
+        side = "less than the smallest possible" if too_small else "more than the largest possible"
         message = (
-            f"The budget {budget.text!r} asks for {show_cost(kind, limit.target)}, {side} widths cost. Choose a budget "
+            f"The budget {budget.text!r} allows {show_cost(kind, limit.target)}, {side} widths cost. Choose a budget "
             f"from {describe(kind, least[kind])} to {describe(kind, most[kind])}, or change groups, align, "
             "min_channels or max_channels."
         )
@@ -83,8 +83,7 @@ def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widt
             message += f" A share is written with a percent sign: {limit.target}%."
         if too_small and graph.prunable_share < _MOSTLY_PRUNABLE:
             message += (
-                f" Only {graph.prunable_share:.1%} of the macs can be narrowed: graph.summary() (dmcp inspect) says "
-                "why."
+                f" Only {graph.prunable_share:.1%} of the MACs can be pruned: graph.summary() (dmcp inspect) says why."
             )
         raise BudgetError(message)
 

@@ -346,12 +346,12 @@ class ChannelGraph:
         macs = self.macs()
         params = self.params()
         lines = [
-            f"{show_count(macs)} MACs ({macs:,}), {show_count(params)} params ({params:,})",
-            f"{show_bytes(self.memory())} of activations at once, when {self.memory_at() or 'the model'} runs",
-            f"{counted(len(self.spaces), 'space')}; {self.prunable_share:.1%} of the MACs are in layers that read or "
-            "write one",
+            f"{show_count(macs)} MACs ({macs:,}), {show_count(params)} parameters ({params:,})",
+            f"{show_bytes(self.memory())} of peak activation memory, while {self.memory_at() or 'the model'} runs",
+            f"{counted(len(self.spaces), 'space')}; the layers that read or write one have {self.prunable_share:.1%} "
+            "of the MACs",
             "",
-            "Spaces: channels that are kept or dropped together, and the share of the MACs in layers that use them",
+            "Spaces (channels that are kept or dropped together), with the share of the MACs in layers that use each",
             *self._space_lines(),
             *self._unprunable_lines(),
         ]
@@ -360,7 +360,10 @@ class ChannelGraph:
         for binding in self.bindings:
             lines.append(f"  {binding.module}.{binding.attribute} = {binding.value} follows {binding.follows}")
         for name, count in self.unknown.items():
-            lines += ["", f"No channel rule for {name} (called {count} times): channels that it reads are unprunable."]
+            lines += [
+                "",
+                f"No channel rule for {name} (called {count} times): the channels that it reads are unprunable.",
+            ]
         for note in self.notes:
             lines += ["", f"Note: {note}"]
         if not self.verified:
@@ -395,7 +398,7 @@ class ChannelGraph:
     __str__ = summary
 
     def __repr__(self) -> str:
-        return f"ChannelGraph({len(self.spaces)} spaces, {self.macs():,} macs, {self.params():,} params)"
+        return f"ChannelGraph({len(self.spaces)} spaces, {self.macs():,} MACs, {self.params():,} parameters)"
 
 
 def _width(space: ChannelSpace, number: Any) -> int:
