@@ -130,7 +130,7 @@ def test_cifar_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError):
         load("cifar10", download=True)
     monkeypatch.setattr(cifar, "download_and_extract_archive", write_cifar)
-    exec(str(error.value).partition("let Python fetch it once: ")[2], {})
+    exec(str(error.value).partition("download it once with Python: ")[2], {})
     assert len(load("cifar10").train) == 20
 
 

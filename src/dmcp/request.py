@@ -134,7 +134,9 @@ def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None
     elif budget is None or budget == search.budget:
         specs = [search.budget]
     else:
-        raise BudgetError(f"Two budgets were given, {budget!r} and {search.budget!r} in the settings: give one.")
+        raise BudgetError(
+            f"There are two budgets, {budget!r} and {search.budget!r} in the search settings: pass only one."
+        )
     for spec in specs:
         read_budget(spec)
     return specs
@@ -146,7 +148,7 @@ def check_method(name: str) -> bool:
         return True
     method = find_method(name)
     if method.one_ratio and method.own is Own.SLIMMABLE:
-        raise DmcpError(f'{name} is method="uniform" with retrain="slimmable": give these.')
+        raise DmcpError(f'{name} is not a method here: use method="uniform" with retrain="slimmable".')
     return False
 
 

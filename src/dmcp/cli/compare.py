@@ -76,7 +76,9 @@ def compare(config: RunConfig, request: Request) -> None:
     if any(protocol.is_done(folder / run.name) for run in runs):
         gather(folder, request.as_json)
     if failures:
-        raise DmcpError(f"{len(failures)} runs failed, the same command starts only them again: {_listed(failures)}")
+        raise DmcpError(
+            f"{len(failures)} runs failed; repeat the command to start only these again: {_listed(failures)}"
+        )
 
 
 def _commands(runs: Sequence[PlannedRun], folder: Path) -> list[Command]:
@@ -103,7 +105,7 @@ def compare_run(path: Path, folder: Path) -> None:
     """dmcp compare-run: one run of a comparison, by its plan."""
     planned = protocol.read_plan(path)
     if CHILD not in os.environ and needs_typing(replace(planned.protocol.config, method=planned.method)):
-        raise FileError(f"{path}: this run needs code that is not a library's: start it with dmcp compare.")
+        raise FileError(f"{path}: this run needs your own code: start it with dmcp compare.")
 
     # When dmcp compare is killed, its processes may live on.
     if is_locked(folder):
@@ -126,7 +128,7 @@ def compare_run(path: Path, folder: Path) -> None:
         with session(config, request, complete) as here:
             OneRun(planned, subject_of(here.job), Run(folder), here.runtime).do()
     except StoppedError:
-        raise StoppedError("Stopped; everything up to here is saved. dmcp compare goes on with it.") from None
+        raise StoppedError("Stopped; everything up to here is saved. Repeat the command to continue.") from None
 
 
 def subject_of(job: Job) -> Subject:

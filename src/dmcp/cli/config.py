@@ -176,9 +176,9 @@ def make_config(request: Request) -> RunConfig:
     config = with_options(_defaults(request.command, typed), typed)
     for name in ("model", "data"):
         if not getattr(config, name):
-            raise DmcpError(f"--{name} is missing: dmcp {request.command} --help says what it can be.")
+            raise DmcpError(f"--{name} is missing: see dmcp {request.command} --help.")
     if config.teacher == GIVEN and not config.weights:
-        raise DmcpError("--teacher given is the network of --weights, but --weights is missing.")
+        raise DmcpError("--teacher given means the network of --weights, but --weights is missing.")
     if config.teacher_model and config.teacher in ("", AUTO, GIVEN, settings.UNPRUNED):
         raise DmcpError("--teacher-model needs a weights file: name it with --teacher.")
     return config
@@ -269,7 +269,9 @@ def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
         tree = {each.name: stored[each.name] for each in fields(RunConfig)}
         return stored, from_plain(RunConfig, tree)
     except (KeyError, TypeError, ValueError, OverflowError, DmcpError) as error:
-        raise FileError(f"{run}: its settings are not of this version ({quote(error)}): start it anew.") from None
+        raise FileError(
+            f"{run}: its settings are not of this version of dmcp ({quote(error)}): start a new run."
+        ) from None
 
 
 def _resumed(request: Request) -> RunConfig:
@@ -287,7 +289,7 @@ def _resumed(request: Request) -> RunConfig:
         elif with_options(config, {name: value}) != config:
             changed.append(option_word(name))
     if changed:
-        raise DmcpError(f"{folder} goes on with the settings it began with: leave {', '.join(changed)} out.")
+        raise DmcpError(f"{folder} resumes with its original settings: leave out {', '.join(changed)}.")
     return config
 
 

@@ -197,8 +197,8 @@ def _refuse_broken_images(test: DataSet) -> None:
     if broken:
         raise DataError(
             f"{broken[0].file} ({broken[0].reason}), one of {counted(len(broken), 'test image')}, cannot be read: "
-            "go on with --corrupt skip (not in compare), or repair them and start the run anew: "
-            "a run is not resumed with changed data."
+            "use --corrupt skip (not in compare), or repair the files and start a new run (a run cannot be resumed "
+            "with changed data)."
         )
 
 
@@ -270,7 +270,7 @@ def place_of(config: RunConfig) -> torch.device:
         return probe.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
-        raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): write --device cpu.") from None
+        raise DmcpError(f"--device: {name!r} cannot be used here ({reason}): use --device cpu.") from None
 
 
 # the network
@@ -298,7 +298,7 @@ def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool
         return None
     if config.teacher == GIVEN:
         if new_head:
-            raise DmcpError("--teacher given: --weights are for other classes, so its last layer is not trained yet.")
+            raise DmcpError("--teacher given: --weights has other classes, so the last layer is not trained yet.")
         return model
     if config.teacher_model:
         config = replace(config, model=config.teacher_model, model_args=config.teacher_model_args)
@@ -322,11 +322,11 @@ def sized(data: DataSets, name: str, sample: Shape) -> DataSets:
     """Image files are cropped to this shape; arrays have theirs."""
     if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
         if sample != data.shape:
-            raise DataError(f"--input: the images of {name} are {show_shape(data.shape)}: leave it out.")
+            raise DataError(f"--input: leave it out, because the images of {name} are {show_shape(data.shape)}.")
         return data
     if len(sample) != 3 or sample[0] not in (1, 3):
         raise DataError(
-            f"--input: image files have 3 channels, like 3x240x320, or 1 in grey, not {show_shape(sample)}."
+            f"--input: image files have 3 channels, like 3x240x320, or 1 for grayscale, not {show_shape(sample)}."
         )
     train = replace(data.train, size=sample[1:], channels=sample[0])
     test = replace(data.test, size=sample[1:], channels=sample[0])

@@ -245,9 +245,9 @@ def prune(request: Request) -> None:
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """
     if request.seeds > 1 and request.resume:
-        raise DmcpError("--seeds cannot be used with --resume: type the command that began the seeds again.")
+        raise DmcpError("--seeds cannot be used with --resume: to continue, repeat the command that started the seeds.")
     if request.seeds > 1 and is_launched():
-        raise DmcpError("--seeds starts a process for each seed: leave torchrun out.")
+        raise DmcpError("--seeds starts a process for each seed: run it without torchrun.")
     config = make_config(request)
     if request.dry_run:
         if is_first():
@@ -490,7 +490,7 @@ def compare(request: Request) -> None:
       dmcp compare --gather runs/table
     """
     if is_launched():
-        raise DmcpError("dmcp compare starts a process for each run: leave torchrun out.")
+        raise DmcpError("dmcp compare starts a process for each run: run it without torchrun.")
     if request.more["gather"]:
         _late("compare").gather(Path(request.more["gather"]), request.as_json)
     else:

@@ -67,7 +67,9 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
     )
     if failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
-        raise DmcpError(f"{len(failed)} of {len(runs)} seeds failed; the same command restarts only them: {reasons}")
+        raise DmcpError(
+            f"{len(failed)} of {len(runs)} seeds failed; repeat the command to start only these again: {reasons}"
+        )
 
     summary = summarize(list(runs.values()))
     Run(folder).write(SUMMARY, summary)

@@ -137,7 +137,9 @@ def run_folder(config: RunConfig, request: Request) -> Path:
 def check_data_is_here(run: Path, config: RunConfig) -> None:
     """Refuse a run whose data are not where its settings say, as seen from this folder."""
     if config.data not in BUILT_IN and not Path(config.data).exists():
-        raise FileError(f"{run}: there is no {config.data!r} here: type the command in the folder where the run began.")
+        raise FileError(
+            f"{run}: {config.data!r} does not exist here: run the command in the folder where the run was started."
+        )
 
 
 def _resuming_command(config: RunConfig, folder: Path) -> str:
@@ -179,7 +181,7 @@ def _taken(run: Run, job: Job, resume: Checkpointer | None) -> Iterator[None]:
                     shutil.rmtree(run.folder)
                 raise
             if not all(os.fstat(file.fileno()).st_nlink for file in (settings, records)):
-                raise FileError(f"{run.folder}: {SETTINGS} or {LOG} was removed during the run: start it anew.")
+                raise FileError(f"{run.folder}: {SETTINGS} or {LOG} was removed during the run: start a new run.")
 
 
 def _has_only_begun(folder: Path) -> bool:
@@ -191,7 +193,7 @@ def _resume(run: Run, job: Job, checkpointer: Checkpointer) -> None:
     """Take a run up where its checkpoints are."""
     if run.done:
         run.close()  # if it was killed just before
-        raise FileError(f"{run.folder}: this run is done; dmcp report {shlex.quote(str(run.folder))} shows it.")
+        raise FileError(f"{run.folder}: this run is finished; dmcp report {shlex.quote(str(run.folder))} shows it.")
     run.rewind(checkpointer)
     stored = read_json(run.folder / SETTINGS)
     run.write(SETTINGS, stored | {STARTS: stored.get(STARTS, {}) | _start(run, job)})

@@ -95,7 +95,7 @@ def latency(config: RunConfig, classes: int | None, settings: LatencyConfig, out
 
     # The data only say how many classes there are, and the shape of a sample.
     if config.data and classes:
-        raise DmcpError("--classes: the number of classes follows from the data: leave it out.")
+        raise DmcpError("--classes: leave it out, because --data determines the number of classes.")
     loaded = None
     if config.data:
         loaded = load_data(config.data)
@@ -147,8 +147,8 @@ def data(name: str, quiet: bool, as_json: bool) -> None:
         )
     if facts["broken"]:
         raise DataError(
-            f"{len(facts['broken'])} of {counted(count, 'image file')} cannot be read: go on with --corrupt skip, "
-            "or repair the files and start the run anew: a run is not resumed with changed data."
+            f"{len(facts['broken'])} of {counted(count, 'image file')} cannot be read: use --corrupt skip, "
+            "or repair the files and start a new run (a run cannot be resumed with changed data)."
         )
     if not facts["well"]:
         raise DataError(f"{name}: at least two classes are needed, each with images in both train/ and val/.")
@@ -232,7 +232,7 @@ def _rebuild_network(
     sizes = stored.get("shape")
     is_shape = isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes)
     if type(classes) is not int or not is_shape:
-        raise FileError(f"{run}: its settings do not say the number of classes and the shape of an image.")
+        raise FileError(f"{run}: its settings lack the number of classes and the shape of an image.")
     shape = tuple(stored["shape"])
     fresh = build(config, classes)
     return fresh, trace_job(config, fresh, shape), shape
@@ -322,7 +322,7 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
     exporting.check_target(out)
     if int8:
         if out.suffix != exporting.ONNX:
-            raise FileError(f"{out}: only {exporting.ONNX} files can have 8 bits.")
+            raise FileError(f"{out}: only {exporting.ONNX} files can be quantized to 8 bits.")
         check_data_is_here(run, config)
         calibration, test = _int8_loaders(config)
 

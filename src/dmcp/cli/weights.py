@@ -43,7 +43,7 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
         in_file = _describe_shape(stored, name)
         in_model = _describe_shape(expected, name)
         raise WidthsError(
-            f"{path}: the weights are of another network: {name} is {in_file} in the file, {in_model} in the model."
+            f"{path}: the weights belong to another network: {name} is {in_file} in the file, {in_model} in the model."
         )
 
     fitting = {name: tensor for name, tensor in stored.items() if name not in other_shape}
@@ -74,7 +74,7 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"{path}: cannot be read: {reason}.") from error
     except Exception as error:  # torch raises many kinds for a file that is cut off, or holds more than weights
-        problem = "not plain weights, as torch.save(model.state_dict(), ...) writes them"
+        problem = "not a plain state dict, as torch.save(model.state_dict(), ...) writes it"
         if not zipfile.is_zipfile(path):
             problem = f"broken, cut off or {problem}"
         raise FileError(f"{path}: {problem}.") from error
@@ -102,7 +102,7 @@ def _find_table(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]
                 notes.append(f"{path} holds {', '.join(map(str, tables))}: {key} is used.")
     if not _is_table(table):
         listed = ", ".join(map(str, list(entries)[:_LISTED])) or type(table).__name__
-        raise FileError(f"{path}: has no table of weights, or several without a usual name. It has {listed}.")
+        raise FileError(f"{path}: has no state dict, or several under unknown keys. It has {listed}.")
     return dict(table)
 
 

@@ -162,5 +162,7 @@ def held_out_batches(
             if size_of(batch) > 1:  # a single sample has no batch statistics
                 batches.append(engine.laid_out(on_device(batch, engine.device)))
         if not batches:
-            raise DataError("There is nothing to compare networks on: give held-out batches of two samples or more.")
+            raise DataError(
+                "There are no held-out images to compare networks on: hold out batches of at least two samples."
+            )
         yield batches, engine

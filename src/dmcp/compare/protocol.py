@@ -86,7 +86,7 @@ class Comparison:
         titles = [title(method) for method in self.methods]
         listed = ", ".join(titles) or "none"
         if not titles or UNPRUNED in titles or len(set(titles)) < len(titles):
-            raise DmcpError(f"Give methods, each once and none named {UNPRUNED}, not {listed}.")
+            raise DmcpError(f"List each method once, and none named {UNPRUNED}, not {listed}.")
         for name in self.settings:
             if name not in titles:
                 raise DmcpError(f"--set: {name!r} is not among the methods that are compared: {listed}.")
@@ -248,7 +248,9 @@ def plan(comparison: Comparison, subject: Subject) -> list[PlannedRun]:
             settings = asdict(config_of(method, settings))
         run = PlannedRun(protocol=protocol, method=method, seed=seed, budget=budget, settings=settings, uses=uses)
         if run.budget and not run.scratch and run.own_training is None:
-            raise DmcpError(f"{method} would not be trained: --finetune-epochs is 0, or it is never fine-tuned.")
+            raise DmcpError(
+                f"With --no-scratch, {method} would not be trained: it is never fine-tuned, or --finetune-epochs is 0."
+            )
         runs.setdefault(run.name, run)
         return run.name
 

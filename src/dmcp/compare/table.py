@@ -53,7 +53,9 @@ def write_table(folder: Path) -> dict[str, Any]:
     """Write the table of all runs in a folder that are done; returns its JSON. FileError if there are none."""
     results = _read_results(folder)
     if not results:
-        raise FileError(f"{folder}: no runs of a comparison are done here: give the folder that dmcp compare filled.")
+        raise FileError(
+            f"{folder}: no run of a comparison is finished here: name the folder that dmcp compare wrote to."
+        )
     check_alike([result.run for result in results.values()], folder)
 
     settings = _describe_settings(results)

@@ -153,7 +153,7 @@ def _cifar(name: str, root: Path, download: bool) -> DataSets:
     except Exception as error:
         fetch = f"from dmcp.data.datasets import load; load({name!r}, root={str(root)!r}, download=True)"
         where = f"{name} is not in {root}, neither as shards nor as torchvision keeps it ({error})"
-        raise DataError(f"{where}: put it there, or let Python fetch it once: {fetch}") from error
+        raise DataError(f"{where}: put it there, or download it once with Python: {fetch}") from error
     train, test = ((part.data, np.asarray(part.targets)) for part in parts)
     source = f"{root}, as torchvision keeps them"
     return _from_arrays(train, test, Augmentation(shift=4, flip=True, reflect=True), (source, source))
@@ -218,9 +218,9 @@ def _from_arrays(train: _Arrays, test: _Arrays, augmentation: Augmentation, sour
     last_class = train_labels.max(initial=0)
     for source, (images, labels) in zip(sources, (train, test), strict=True):
         if not images.size or images.shape[1:] != shape:
-            raise DataError(f"{source}: there are no images, or not of the {shape} of the training images.")
+            raise DataError(f"{source}: there are no images, or they are not {shape} like the training images.")
         if labels.min() < 0 or labels.max() > last_class or not 0 < last_class < _MAX_CLASSES:
-            raise DataError(f"{source}: number two or more classes from 0, in the same way in both parts.")
+            raise DataError(f"{source}: labels must number two or more classes from 0, in the same way in both parts.")
 
     # Mean and deviation come from histograms: exact, and without a copy in floats.
     values = np.arange(256)

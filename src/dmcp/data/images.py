@@ -41,8 +41,8 @@ def decode(path: str) -> Image:
             return as_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         raise DataError(
-            f"{path} cannot be read as an image ({quote(error)}). Go on with --corrupt skip, "
-            "or repair the file and start the run anew: a run is not resumed with changed data."
+            f"{path} cannot be read as an image ({quote(error)}). Use --corrupt skip, "
+            "or repair the file and start a new run (a run cannot be resumed with changed data)."
         ) from error
 
 
@@ -62,7 +62,7 @@ def as_rgb(image: Image) -> Image:
     if has_16_bits:
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise ValueError("its pixels are 32-bit numbers, of which white is not known: save it with 8 or 16 bits")
+        raise ValueError("its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits")
     return image.convert("RGB")
 
 

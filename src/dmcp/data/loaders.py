@@ -275,8 +275,8 @@ class FolderLoader:
                 self.skipped.add(self.dataset.paths[index])
         last = self.dataset.paths[index]
         raise DataError(
-            f"{tries} images in a row cannot be read, the last one is {last}. "
-            "Repair or remove them, and start the run anew: a run is not resumed with changed data."
+            f"{tries} images in a row cannot be read; the last one is {last}. "
+            "Repair or remove them, and start a new run (a run cannot be resumed with changed data)."
         )
 
     def _boxes(self, positions: Array, sizes: Array) -> Array:

@@ -88,8 +88,8 @@ def export(
         difference = largest_gap(net, file.run, inputs)
         if not difference <= tolerance:  # also NaN
             raise FileError(
-                f"{path}: not written: {file.runtime} does not compute what the network computes. Its outputs differ "
-                f"by {difference:.1e} of the largest one (tolerance {tolerance:.0e})."
+                f"{path}: not written: in {file.runtime} the outputs differ from those of the network by "
+                f"{difference:.1e} of the largest one (tolerance {tolerance:.0e})."
             )
         write_files(path.parent, {path.name: draft.read_bytes()})
     return Exported(path, path.stat().st_size, file.runtime, difference)
@@ -113,7 +113,9 @@ def quantize(
     check_target(path)
     are_onnx = source.suffix == path.suffix == ONNX
     if not are_onnx or path.resolve() == source.resolve():
-        raise FileError(f"{source}, {path}: only {ONNX} files can have 8 bits, and the two must differ.")
+        raise FileError(
+            f"{source}, {path}: only {ONNX} files can be quantized to 8 bits, and the two files must differ."
+        )
     with blaming(f"{source}: onnxruntime cannot open it"):
         original = open_file(source)
     inputs = _first_inputs(loader, samples)
@@ -138,7 +140,7 @@ def quantize(
 def check_target(path: Path) -> None:
     """Refuse a file that cannot be written before anything is done."""
     if path.is_dir() or path.suffix not in (ONNX, PT2):
-        raise FileError(f"{path}: name a file whose suffix is {ONNX} or {PT2}.")
+        raise FileError(f"{path}: the file name must end in {ONNX} or {PT2}.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise FileError(f"{path}: the folder {path.parent} does not exist or cannot be written to.")
     if path.suffix == ONNX:
@@ -259,7 +261,9 @@ def _first_inputs(loader: Iterable[Any], samples: int) -> list[Any]:
         if left <= 0:
             break
     if not inputs or not all(tensor.isfinite().all() for tensor in tensors_in(inputs)):
-        raise DataError("The ranges of activations need a loader with batches, all of finite numbers.")
+        raise DataError(
+            "To find the ranges of activations, the loader must have batches, and all their values must be finite."
+        )
     return inputs
 
 

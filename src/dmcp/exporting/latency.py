@@ -257,7 +257,7 @@ def _check_onnx(config: LatencyConfig) -> None:
     """Refuse what onnxruntime cannot measure here."""
     on_cpu = torch.device(config.device or "cpu").type == "cpu"
     if not on_cpu or config.dtype != FloatType.FLOAT32:
-        raise DmcpError("In onnxruntime latency is measured on the CPU in float32 only: measure it in torch.")
+        raise DmcpError('onnxruntime measures latency only on the CPU and in float32: use runtime="torch".')
     missing = missing_packages()
     if missing:
         raise DmcpError(f"{missing}, or measure in torch.")

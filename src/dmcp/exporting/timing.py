@@ -80,9 +80,9 @@ def _times_of_user(measure: Measure, nets: Iterable[nn.Module]) -> list[float]:
         times = [float(ms) for ms in results]
     except (TypeError, ValueError, RuntimeError):
         kind = type(results[0]).__name__
-        raise BudgetError(f"The function that measures must return milliseconds above 0, not a {kind}.") from None
+        raise BudgetError(f"The latency function must return milliseconds above 0, not a {kind}.") from None
     if not all(0 < ms < math.inf for ms in times):
-        raise BudgetError(f"The function that measures must return milliseconds above 0, not {times}.")
+        raise BudgetError(f"The latency function must return milliseconds above 0, not {times}.")
     return times
 
 

@@ -75,7 +75,9 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
         text = f"{folder}: {SEARCH_FILE} or {LOG} were not written by this version of torch-dmcp: {quote(error)}."
         raise FileError(text) from None
     if facts.fingerprint != graph.fingerprint or facts.spaces != tuple(space.name for space in graph.spaces):
-        raise WidthsError(f"{folder}: this search was of other spaces: build and trace the model as it was.")
+        raise WidthsError(
+            f"{folder}: this search has other spaces: build and trace the model exactly as for the search."
+        )
 
     # A budget of latency counts by the table that the search had.
     if (folder / LATENCY_FILE).exists():

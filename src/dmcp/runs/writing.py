@@ -126,7 +126,7 @@ class Run:
         lines = read_lines(self.folder / LOG)
         if len(lines) < kept_lines:
             text = f"the checkpoint was written after {kept_lines} lines, and only {len(lines)} are left"
-            raise FileError(f"{self.folder / LOG}: {text}, so the run cannot go on.")
+            raise FileError(f"{self.folder / LOG}: {text}, so the run cannot be resumed.")
         self.write(LOG, b"".join(line + b"\n" for line in lines[:kept_lines]))
         (self.folder / TIMES).unlink(missing_ok=True)
 
@@ -168,7 +168,7 @@ def refuse_taken(path: Path) -> None:
         harmless |= {*START}
     if names <= harmless:
         return
-    advice = "give the run another folder, or remove this one"
+    advice = "choose another folder, or remove this one"
     if is_run(path) and not is_done(path):
         advice = f"resume that run (--resume {path}), {advice}"
     raise FileError(f"{path} already holds files: {advice}.")

@@ -49,7 +49,9 @@ def size_of(batch: Any) -> int:
     """The number of samples in the batch: the first dim of the first tensor of its input."""
     tensors = tensors_in(input_of(batch))
     if not tensors or not tensors[0].ndim:
-        raise DataError("The input of a batch holds no tensor with a batch dim: let the loader give whole batches.")
+        raise DataError(
+            "The input of a batch has no tensor with a batch dimension: the loader must give whole batches."
+        )
     return tensors[0].shape[0]
 
 
@@ -77,7 +79,7 @@ def length_of(loader: Any, name: str = "loader") -> int:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # the second: torch's loader of an iterable dataset
-        raise DataError(f"The {name} has no length: give a list of batches, or a class that has __len__.") from None
+        raise DataError(f"The {name} has no length: pass a list of batches, or give its class a __len__.") from None
 
 
 def check_parts(loader: Any, world: World) -> None:
@@ -85,7 +87,9 @@ def check_parts(loader: Any, world: World) -> None:
     sampler = getattr(loader, "sampler", None)
     total_size = getattr(sampler, "total_size", 0)
     if world.size > 1 and total_size > len(getattr(sampler, "dataset", ())):
-        raise DataError("The loader of a rank repeats samples, which a metric counts twice: give each rank its part.")
+        raise DataError(
+            "The loader of a rank repeats samples, so a metric would count them twice: split the data instead."
+        )
 
 
 def peek(loader: Any) -> list[Any] | None:

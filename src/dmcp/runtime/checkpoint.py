@@ -167,7 +167,7 @@ class ResumableIterator:
         self.accumulate = accumulate  # batches of a step
         self.batches = min(gather(length_of(loader), world))  # in an epoch; loaders of some ranks may have more
         if not self.batches:
-            raise DataError("The loader has no batches: is the batch larger than the data?")
+            raise DataError("The loader has no batches: is the batch size larger than the data set?")
         self.per_epoch = math.ceil(self.batches / accumulate)  # steps
         self.step = 0  # the next one
         self.start: dict[str, Tensor] = {}  # random state at the start of the epoch
@@ -182,7 +182,7 @@ class ResumableIterator:
         count = min(self.accumulate, self.batches - drawn)
         batches = list(itertools.islice(self._rest, count))
         if len(batches) < count:
-            raise DataError(f"The loader says that it has {self.batches} batches, but gave {drawn + len(batches)}.")
+            raise DataError(f"The length of the loader is {self.batches} batches, but it gave {drawn + len(batches)}.")
         self.step += 1
         return [self.engine.laid_out(on_device(batch, self.engine.device)) for batch in batches]
 
@@ -272,10 +272,10 @@ class State:
         for current, before in tables:
             differences = list(_differences(_shapes(before), _shapes(current)))
             if differences:
-                raise FileError(f"This checkpoint is of another network: {differences[0]}.")
+                raise FileError(f"This checkpoint belongs to another network: {differences[0]}.")
         for optimizer, state in optimizer_states:
             if {path.split("/")[0] for path in state} != {type(optimizer).__name__}:
-                raise FileError("This checkpoint is of another optimizer: give the one that it began with.")
+                raise FileError("This checkpoint belongs to another optimizer: pass the one that the run started with.")
 
         for current, before in tables:
             for name, tensor in current.items():
@@ -385,7 +385,7 @@ class Checkpointer:
         checkpoint = load_checkpoint(self.folder)
         steps = gather(checkpoint and checkpoint.step, world)
         if len(set(steps)) > 1:
-            raise RankError(f"{self.folder}: ranks see different checkpoints: give a folder that all of them share.")
+            raise RankError(f"{self.folder}: the ranks see different checkpoints: use a folder that all of them share.")
         if checkpoint is None:
             return None
         self._step = checkpoint.step

@@ -85,7 +85,7 @@ def _require_kernels(device: torch.device, fit: bool) -> None:
     """Raise TrainingError where our kernels were asked for and cannot run."""
     obstacle = kernels_refused(device) if fit else _KERNELS_NEED
     if obstacle:
-        raise TrainingError(f"The kernels of dmcp cannot run on {device} ({obstacle}): leave kernels out.")
+        raise TrainingError(f"dmcp's kernels cannot run on {device} ({obstacle}): do not turn kernels on.")
 
 
 @dataclass(frozen=True, kw_only=True)

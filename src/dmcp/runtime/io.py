@@ -44,7 +44,7 @@ class Lock:
             self._lock.acquire()
         except OSError as error:
             reason = "is in use by another process" if isinstance(error, Timeout) else f"cannot be locked ({error})"
-            raise FileError(f"{self._path.parent} {reason}: wait for it, or give another folder.") from error
+            raise FileError(f"{self._path.parent} {reason}: wait for it, or use another folder.") from error
 
     def __exit__(self, *_: object) -> None:
         self._path.unlink(missing_ok=True)

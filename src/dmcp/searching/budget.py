@@ -33,7 +33,7 @@ def parse_budget(spec: int | float | str | Budget, graph: ChannelGraph) -> Budge
     if LATENCY in written.kinds and LATENCY not in graph.extra:
         raise BudgetError(
             f"The budget {written.text!r} limits latency, but none was measured for this graph. Measure it with "
-            "dmcp.measure_latency(model, example).attach(graph); dmcp prune and dmcp search do so by themselves."
+            "dmcp.measure_latency(model, example).attach(graph); dmcp prune and dmcp search do this automatically."
         )
     return Budget(tuple(_limit(target, graph) for target in written.targets), written.text)
 

@@ -126,7 +126,7 @@ def missed_budget(result: SearchResult) -> str:
     if _NEAR * result.tolerance <= share <= 1 / _NEAR:
         return ""
     return (
-        f"The search did not arrive at its budget {result.budget.text!r}: at its end, the expected cost is {share:.1%} "
+        f"The search did not reach its budget {result.budget.text!r}: at its end, the expected cost is {share:.1%} "
         "of it. So expected widths are only scaled to the budget, and direct samples may be far from it. Use "
         'init="target" (which starts at the budget), more epochs, a larger alpha_lr or a larger budget_weight.'
     )

@@ -78,7 +78,7 @@ def direct(
         least, most = torch.cat(seen).aminmax()
         raise BudgetError(
             f"None of {tries:,} samples is inside the budget {result.budget.text!r}: they cost from {least:.1%} to "
-            f"{most:.1%} of it. Take the expected widths, which are rounded into the budget, or search longer."
+            f"{most:.1%} of it. Use the expected widths, which are rounded to fit the budget, or search longer."
         )
     return [result.graph.widths(row) for row in chosen]
 

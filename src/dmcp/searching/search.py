@@ -123,9 +123,7 @@ class Searcher:
         engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
     ) -> None:
         if steps_per_epoch < 1:
-            raise TrainingError(
-                f"steps_per_epoch must be at least 1, not {steps_per_epoch}: has the loader no batches?"
-            )
+            raise TrainingError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}: is the loader empty?")
         trains_weights = config.warmup_epochs > 0 or config.train_weights
         if trains_weights or not torch.is_grad_enabled():
             check_trainable(net.model)
@@ -311,7 +309,9 @@ def prepare_chains(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]
     budget = parse_budget(config.budget, net.graph)
     check_reachable(budget, net.graph, *extreme_widths(net.graph, chains.sizes))
     if not chains.sizes[:, 1:].any():
-        raise WidthsError("There is nothing to search: no space has a second group; use more groups or other bounds.")
+        raise WidthsError(
+            "There is nothing to search: every space has only one group. Use more groups or wider bounds."
+        )
     return budget, chains
 
 

@@ -374,7 +374,7 @@ def _fix_ignored(coupling: Coupling, model: nn.Module, parameters: list[str], ig
             layers = {path for path, module in model.named_modules() if list(module.parameters())}
             similar = difflib.get_close_matches(name, sorted(layers.union(spaces.values())), n=3)
             hint = f"Did you mean: {', '.join(similar)}?" if similar else "`dmcp inspect` lists them."
-            raise TraceError(f"No layer and no space of this model is named {name!r}, as in ignore. {hint}")
+            raise TraceError(f"ignore: no layer or space of this model is named {name!r}. {hint}")
 
 
 def _summed_dims(coupling: Coupling) -> set[tuple[str | None, int]]:
@@ -541,7 +541,7 @@ def _scaled(terms: Terms, share: Fraction) -> Terms:
         if scaled_factor.denominator != 1:
             raise TraceError(
                 "The cost of one sample does not follow from that of a batch: dim 0 of every input must be the batch. "
-                "Of a detector, trace the part before the boxes are chosen."
+                "To prune a detector, trace the part before the boxes are chosen."
             )
         scaled[spaces] = int(scaled_factor)
     return scaled

@@ -56,7 +56,7 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None
             if size_of(batch):  # some ranks have no part of a small last batch
                 run(on_device(input_of(batch), device))
         if batch is None:
-            raise DataError("Calibration needs at least one batch, and the loader gave none.")
+            raise DataError("Calibration needs at least one batch, but the loader gave none.")
 
         for statistics in pooled.values():
             statistics.accept(current())

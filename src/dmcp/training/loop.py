@@ -89,7 +89,7 @@ class Runtime:
         """The engine for so many steps of a model."""
         engine = self.engine or Engine()
         if task.optimizer is not None and engine.graphs:  # a graph would replay the first learning rate for ever
-            raise TrainingError("Steps with an optimizer of your own cannot be CUDA graphs: leave graphs out.")
+            raise TrainingError("Steps with your own optimizer cannot be CUDA graphs: do not turn graphs on.")
         capturable = task.loss is None and task.optimizer is None and current().size == 1
         return resolve(
             engine,

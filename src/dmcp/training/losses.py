@@ -130,7 +130,7 @@ def check_label_shape(labels: Tensor, shape: Sequence[int]) -> None:
     if labels.is_complex() or labels.shape != expected:
         raise DataError(
             f"The labels are {tuple(labels.shape)} of {labels.dtype}, but the network's scores are {shape_of_shares}: "
-            f"labels must be class numbers (integers of shape {shape_of_numbers}) or shares of the classes (floats of "
+            f"labels must be class numbers (integers of shape {shape_of_numbers}) or class probabilities (floats of "
             f"shape {shape_of_shares}). For anything else, give loss= and metric=."
         )
 
@@ -243,8 +243,8 @@ def check_metric(metric: Metric | None, world: World) -> WholeMetric | None:
     whole = None if metric is None else whole_of(metric)
     if whole is not None and world.size > 1 and getattr(whole, "all_ranks", False) is not True:
         raise TrainingError(
-            f"Each of {world.size} ranks sees only a part of the samples: let compute() of the metric gather from all "
-            "ranks, as torchmetrics does, and set all_ranks = True in its class."
+            f"Each of {world.size} ranks sees only a part of the samples: make compute() of the metric gather from all "
+            "ranks, as torchmetrics does, and set all_ranks = True on its class."
         )
     return whole
 
@@ -262,7 +262,7 @@ def measure(metric: WholeMetric, outputs: Outputs, world: World) -> float:
         value = float(metric.compute())
     for value_there in gather(value, world):
         if not math.isnan(value_there) and not math.isclose(value, value_there, rel_tol=1e-6):
-            raise TrainingError("compute() of the metric gave other numbers on other ranks: it must gather from all.")
+            raise TrainingError("compute() of the metric differs between ranks: it must gather from all of them.")
     return value
 
 
@@ -276,7 +276,7 @@ def mean(metric: MeanMetric, outputs: Outputs, device: torch.device, world: Worl
             value, count = sum_and_count(result, batch)
             total += torch.stack([torch.as_tensor(number, device=device).to(total) for number in (value, count)])
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TrainingError(f"A metric must return (sum, count) or a mean, numbers, not {result!r:.50}.") from error
+            raise TrainingError(f"A metric must return numbers, (sum, count) or a mean, not {result!r:.50}.") from error
     summed, answers = sum_values(total, world).tolist()
     _require_samples(answers)
     return summed / answers, answers

@@ -65,7 +65,7 @@ def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.o
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     if not is_optimizer or _parameters_of(optimizer.param_groups) != _parameters_of(groups):
         raise TrainingError(
-            "The function for the optimizer must return a torch.optim.Optimizer of all groups that it is given, "
+            "The optimizer function must return a torch.optim.Optimizer with all the groups that it is given, "
             "as torch.optim.AdamW does."
         )
     return optimizer  # type: ignore[no-any-return]

@@ -69,9 +69,11 @@ def preflight(
     assert first_loader is not None
     for name, loader in loaders.items():
         if loader is not None and not length_of(loader, name):
-            raise DataError(f"The {name} has no batches: is the batch larger than the data?")
+            raise DataError(f"The {name} has no batches: is the batch size larger than the data set?")
     if networks > 1 and isinstance(val_loader, Generator):
-        raise DataError("The val_loader is a generator, which gives its batches once: give a list or a DataLoader.")
+        raise DataError(
+            "The val_loader is a generator, which gives its batches only once: pass a list or a DataLoader."
+        )
 
     # The model, on the first batch.
     batch = next(iter(first_loader))
@@ -109,7 +111,7 @@ def check_forward(model: nn.Module, example: Any, role: str = "network") -> None
     """Refuse inputs of another dtype, numbers that are not finite, and a forward that changes its input."""
     inputs = tensors_in(example)
     if not inputs:
-        raise DataError(f"The input of a batch is a {type(example).__name__} without tensors: let it have some.")
+        raise DataError(f"The input of a batch is a {type(example).__name__} without tensors: it needs at least one.")
     model = unwrap(model)
     passed = tree_map_only(Tensor, torch.clone, example)  # to see whether the forward changes it
     output = _output(model, passed, train=False)
@@ -123,8 +125,8 @@ def check_forward(model: nn.Module, example: Any, role: str = "network") -> None
     output_of_changed = _output(model, passed, train=False)
     if not _are_close(tensors_in(output), tensors_in(output_of_changed)):
         raise TrainingError(
-            "The forward of the network changes its input (as x.mul_(2), x += 1 or an in-place layer does), and "
-            "several networks get the same batch: let it make a new tensor, x = x * 2."
+            "The forward of the network changes its input in place (like x.mul_(2), x += 1 or an in-place layer), but "
+            "several networks share each batch: make a new tensor instead, like x = x * 2."
         )
 
 
@@ -134,12 +136,12 @@ def _check_finite(model: nn.Module, inputs: list[Tensor], outputs: list[Tensor],
     if not nan_names and _all_finite(outputs):
         return
     if not _all_finite(inputs):
-        raise DataError("The input of a batch holds NaN or infinite numbers: look at the data.")
+        raise DataError("The input of a batch has NaN or infinite values: check the data.")
     if nan_names:
-        where = f"{role}'s {nan_names[0]} holds NaN"
+        where = f"{role}'s {nan_names[0]} has NaN values"
     else:
         where = f"output of the {role} on an example is NaN or infinite"
-    raise TrainingError(f"The {where}: look at its weights, and for a division by 0 or a logarithm in its forward.")
+    raise TrainingError(f"The {where}: check its weights, and its forward for a division by 0 or a logarithm.")
 
 
 def _check_labels(model: nn.Module, example: Any, batch: Any) -> None:
@@ -162,8 +164,8 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
             continue
         shape = f"a {type(output).__name__} of" if scores is None else show_shape(scores.shape[1:] or (0,))
         raise TrainingError(
-            f"In {'training' if train else 'the test'} the network gives {shape} outputs for an image, the data "
-            f"have {classes} classes: let its builder take num_classes; dmcp.prune in Python takes any network."
+            f"In {'training' if train else 'the test'} the network gives {shape} outputs for an image, but the "
+            f"data have {classes} classes: let its builder take num_classes, or use dmcp.prune in Python."
         )
 
 

@@ -47,12 +47,15 @@ def is_trained(model: nn.Module, classes: int, val_loader: Loader, metric: Metri
         trained = not guess
         if guess and any(_has_seen_data(norm) for norm in norms) and current().first:
             question = "are its classes in the order of the labels, and its inputs prepared as in its training?"
-            warn(f"The network was trained before, but is {guess}: {question} It counts as not trained.", LabelsWarning)
+            warn(
+                f"The network seems to be trained, but is {guess}: {question} It is treated as untrained.",
+                LabelsWarning,
+            )
     if trained and any(_is_unused(norm) for norm in norms) and current().first:
         warn(
             "The network is trained, but some of its BatchNorms still have their initial statistics (mean 0, variance "
             "1): it was trained in eval mode. Pruning calibrates BatchNorms and trains in train mode, so the network "
-            "forgets what it has learned until it is trained again. Replace them by layers that scale and shift.",
+            "loses accuracy until it is trained again. Replace them with layers that only scale and shift.",
             UnusedNormsWarning,
         )
     return trained
