@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
+from dmcp import markov
 
 STRUCTURES = 3000  # drawn from each search, as in the paper
 DIP = 0.05  # smaller dips between two peaks of a width may be noise
@@ -74,9 +75,9 @@ def _accuracy(net: dmcp.Supernet, gates: Tensor, loader: Any) -> float:
 def drawn(found: dmcp.SearchResult, seed: int) -> dict[str, float]:
     """MACs of structures drawn from a search, and the share of spaces whose width has one peak, by the chain."""
     random = torch.Generator().manual_seed(seed)
-    widths = found.process.sample(found.alphas, found.sizes, STRUCTURES, random).cpu()
+    widths = markov.sample_groups(found.alphas, found.sizes, STRUCTURES, random).cpu()
     macs = found.graph.macs(widths).double()
-    chances = chances_of_widths(found.process.marginals(found.alphas.double()), found.sizes)
+    chances = chances_of_widths(markov.marginals(found.alphas.double()), found.sizes)
     return {
         "mean": (macs / found.graph.macs()).mean().item(),
         "deviation": (macs / found.graph.macs()).std().item(),

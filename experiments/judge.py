@@ -34,6 +34,7 @@ from dmcp import models
 from dmcp.compare.problem import Problem as PeerProblem
 from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
+from dmcp.markov import marginals, moment, sample_groups
 from dmcp.results import for_budget
 from dmcp.searching import steps as search_steps
 from dmcp.searching.budget import parse_budget
@@ -101,11 +102,11 @@ def judge_search(
     out: dict[str, Any] = {"widths": list(widths.values()), "macs": it.graph.macs(widths) / it.graph.macs()}
     out["params"] = it.graph.params(widths) / it.graph.params()
     random = torch.Generator().manual_seed(0)
-    drawn = it.graph.macs(found.process.sample(found.alphas, found.sizes, 3000, random).cpu()).double()
+    drawn = it.graph.macs(sample_groups(found.alphas, found.sizes, 3000, random).cpu()).double()
     target = found.budget.limits[0].target
     out["near"] = float(((drawn / target - 1).abs() <= 0.1).double().mean())
     out["spread"] = float((drawn / it.graph.macs()).std())
-    chances = alphas.chances_of_widths(found.process.marginals(found.alphas.double()), found.sizes)
+    chances = alphas.chances_of_widths(marginals(found.alphas.double()), found.sizes)
     out["one_peak"] = sum(alphas.count_peaks(own, 0.02) == 1 for own in chances)
     out["at_floor"] = sum(own[0] == max(own) for own in chances)
     out["at_full"] = sum(own[-1] == max(own) for own in chances)
@@ -156,7 +157,7 @@ def soft_and_hard(
     """How much of what hard pruning costs the soft network sees, and whether both rank the spaces alike."""
     widths = dmcp.expected(found)
     loss = classification_loss(config.label_smoothing)
-    chain = chains_of(net, found.process, config.min_channels, config.max_channels, config.align)
+    chain = chains_of(net, config.min_channels, config.max_channels, config.align)
     mean = mean_loss(it, net, config, batches)
     full, hard = mean(net.hard(it.graph.full)), mean(net.hard(widths))
     with torch.no_grad():
@@ -174,8 +175,8 @@ def soft_and_hard(
     slope = net.alpha.grad.double().sum(dim=1).cpu()  # of moving all alphas of a space together
     net.alpha.grad = None
     alpha = found.alphas.double().requires_grad_()
-    moment = found.process.moment(found.process.marginals(alpha) * (found.sizes > 0), found.sizes, 1)
-    moved = torch.autograd.grad(moment.sum(), alpha)[0].sum(dim=1)
+    expected = moment(marginals(alpha) * (found.sizes > 0), found.sizes, 1)
+    moved = torch.autograd.grad(expected.sum(), alpha)[0].sum(dim=1)
     base = list(widths.values())
     names = list(widths)
     sizes = [space.size for space in it.graph.spaces]

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import alphas
+import bernoulli
 import tables
 import torch
 from torch import nn
@@ -130,6 +131,7 @@ def searched(it: Run, out: Path) -> dict[str, Any]:
     keys = ("model", "model_args", "data", "batch", "budget", "search", "alphas_held_out", "draws")
     own: Run = {key: it.get(key) for key in keys} | {"seed": it.get("search_seed", it["seed"])}
     own |= {"start": it["train"]} if it.get("start") == "unpruned" else {}
+    own |= {"gates": it["gates"]} if "gates" in it else {}
 
     def make() -> dict[str, Any]:
         here = Problem.open(own)
@@ -138,6 +140,9 @@ def searched(it: Run, out: Path) -> dict[str, Any]:
         config = dmcp.SearchConfig(budget=own["budget"], seed=own["seed"], align=1, **own["search"])
         parts = [here.loader("rest"), here.loader("held")] if own["alphas_held_out"] else [here.loader("all"), None]
         net = dmcp.Supernet(model, here.graph, config.groups, config.align)
+        if own.get("gates") == "bernoulli":  # they have no chain to draw from
+            _, widths = bernoulli.search(net, parts[0], config, arch_loader=parts[1])
+            return {"widths": dict(widths), "drawn": []}
         found = dmcp.search(net, parts[0], config, arch_loader=parts[1])
         random = torch.Generator().manual_seed(own["seed"])
         drawn = dmcp.direct(found, own["draws"], random) if own["draws"] else []

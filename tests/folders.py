@@ -88,7 +88,7 @@ def write_run(folder: Path, lines: list[dict[str, Any]], done: bool = True, **se
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if done:
         limits = [{"kind": "macs", "target": 500}, {"kind": "params", "target": 60}]
-        facts = {"spaces": ["conv1", "conv2"], "budget": {"limits": limits}, "independent": False}
+        facts = {"spaces": ["conv1", "conv2"], "budget": {"limits": limits}}
         write_alphas(folder, TENSORS, facts)
         widths = {"widths": {"conv1": 3, "conv2": 8}, "input_shape": [1, 8, 8], "fingerprint": "x"}
         (folder / "widths.json").write_text(json.dumps(widths))

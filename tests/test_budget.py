@@ -12,11 +12,10 @@ from nets import Residual, SharedWeight, randomise, sample
 import dmcp
 from dmcp.budgets import Limit
 from dmcp.errors import BudgetError
-from dmcp.markov import CHAIN, INDEPENDENT, Process
+from dmcp.markov import marginals, moment, sample_groups
 from dmcp.searching.budget import budget_loss, check_reachable, costs, counted_part, parse_budget, ratios, spent_shares
 
 GAMMA = 0.95
-both = pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
 nets = pytest.mark.parametrize("net", [Residual, SharedWeight], ids=lambda net: net.__name__)
 
 
@@ -103,22 +102,19 @@ def test_the_loss_pulls_into_the_band_from_both_sides() -> None:
 # the expected cost
 
 
-@both
 @nets
-def test_expected_costs_are_the_means_of_samples(net: Any, process: Process) -> None:
+def test_expected_costs_are_the_means_of_samples(net: Any) -> None:
     """SharedWeight has a space squared: there the mean of the square is not the square of the mean."""
     graph, supernet = traced(net)
     budget = parse_budget("50%,params:40%", graph)
     alpha = torch.randn(supernet.alpha.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    chances = process.marginals(alpha) * (supernet.sizes > 0)
-    expected = ratios(budget, graph, chances, supernet.sizes, process)
-    shares = spent_shares(budget, graph, process.sample(alpha, supernet.sizes, 100_000, torch.Generator()))
+    chances = marginals(alpha) * (supernet.sizes > 0)
+    expected = ratios(budget, graph, chances, supernet.sizes)
+    shares = spent_shares(budget, graph, sample_groups(alpha, supernet.sizes, 100_000, torch.Generator()))
     error = shares.std(dim=0) / len(shares) ** 0.5
     assert ((shares.mean(dim=0) - expected).abs() < 4 * error).all()
     if net is SharedWeight:
-        wrong = graph.macs(process.moment(chances, supernet.sizes, 1)[None]) / budget.limits[0].target
+        wrong = graph.macs(moment(chances, supernet.sizes, 1)[None]) / budget.limits[0].target
         assert (wrong - shares[:, 0].mean()).abs() > 4 * error[0]
     alpha.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda a: ratios(budget, graph, process.marginals(a), supernet.sizes, process), alpha
-    )
+    assert torch.autograd.gradcheck(lambda a: ratios(budget, graph, marginals(a), supernet.sizes), alpha)

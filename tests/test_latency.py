@@ -26,7 +26,7 @@ from dmcp.exporting import latency as tables
 from dmcp.exporting.latency import Latency, measure_latency, sample_widths
 from dmcp.exporting.latency_limit import choose_within_latency, timer_like
 from dmcp.exporting.timing import Timer, device_name
-from dmcp.markov import CHAIN
+from dmcp.markov import marginals, sample_groups
 from dmcp.models import build
 from dmcp.report.html import make_page
 from dmcp.runs.reading import read_run
@@ -162,8 +162,8 @@ def test_latency_counts_like_other_costs() -> None:
         traced()[1].cost("latency")
     net = dmcp.Supernet(traced()[0], graph, 4)
     alphas = torch.linspace(-1, 2, net.sizes[:, 1:].numel(), dtype=torch.float64).reshape(net.sizes[:, 1:].shape)
-    mean = graph.expected_cost("latency", CHAIN.marginals(alphas), net.sizes).item()
-    sampled = CHAIN.sample(alphas, net.sizes, 40_000, torch.Generator().manual_seed(0))
+    mean = graph.expected_cost("latency", marginals(alphas), net.sizes).item()
+    sampled = sample_groups(alphas, net.sizes, 40_000, torch.Generator().manual_seed(0))
     assert graph.cost("latency", sampled).double().mean().item() == pytest.approx(mean, rel=5e-3)
     budget = parse_budget("latency:60%,50%", graph)
     small = graph.widths([max(1, space.size // 3) for space in graph.spaces])

@@ -1,4 +1,4 @@
-"""The chain and independent gates, against all of their outcomes one by one."""
+"""The chain, against all of its outcomes one by one."""
 
 from __future__ import annotations
 
@@ -9,53 +9,50 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmcp.markov import CERTAIN, CHAIN, INDEPENDENT, Process, bounded, group_sizes, marginals, merged, transitions
+from dmcp.markov import CERTAIN, bounded, group_sizes, marginals, merged, moment, sample_groups, transitions
 
 ALPHA = torch.tensor([[0.3, -1.2, 2.0], [-0.7, 0.1, 0.4]], dtype=torch.float64)  # (S, G-1)
 SIZES = torch.tensor([[1, 3, 2, 4], [2, 2, 3, 1]])  # (S, G)
-both = pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def outcomes(alpha: Tensor, process: Process) -> list[tuple[tuple[int, ...], float]]:
+def outcomes(alpha: Tensor) -> list[tuple[tuple[int, ...], float]]:
     """Every way that the gates of one space can fall, and its probability."""
     found = []
     for gates in itertools.product([1, 0], repeat=len(alpha)):
         p = [1 / (1 + math.exp(-a if gate else a)) for gate, a in zip(gates, alpha.tolist(), strict=True)]
-        kept = tuple(itertools.accumulate(gates, min)) if process is CHAIN else gates  # a gap ends the chain
+        kept = tuple(itertools.accumulate(gates, min))  # a gap ends the chain
         found.append(((1, *kept), math.prod(p)))
     return found
 
 
-@both
-def test_marginals_and_moments_are_averages_over_all_outcomes(process: Process) -> None:
-    kept = process.marginals(ALPHA)
+def test_marginals_and_moments_are_averages_over_all_outcomes() -> None:
+    kept = marginals(ALPHA)
     assert (kept[:, 0] == 1).all()
     torch.testing.assert_close(transitions(ALPHA), marginals(ALPHA)[:, 1:] / marginals(ALPHA)[:, :-1])
     for row, alpha in enumerate(ALPHA):
-        every = outcomes(alpha, process)
+        every = outcomes(alpha)
         for group in range(4):
             assert kept[row, group].item() == pytest.approx(sum(p for gates, p in every if gates[group]))
         for power in (1, 2, 3):
             average = sum(p * (SIZES[row] * torch.tensor(gates)).sum().item() ** power for gates, p in every)
-            assert process.moment(kept, SIZES, power)[row].item() == pytest.approx(average)
-    assert torch.autograd.gradcheck(lambda a: process.moment(process.marginals(a), SIZES, 2), ALPHA.requires_grad_())
+            assert moment(kept, SIZES, power)[row].item() == pytest.approx(average)
+    assert torch.autograd.gradcheck(lambda a: moment(marginals(a), SIZES, 2), ALPHA.requires_grad_())
 
 
-@both
-def test_samples_follow_the_distribution_of_their_own_space(process: Process) -> None:
+def test_samples_follow_the_distribution_of_their_own_space() -> None:
     """I5, and more: every width comes as often as it should, and the mean is the expected width."""
     n = 100_000
-    widths = process.sample(ALPHA, SIZES, n, seeded())
+    widths = sample_groups(ALPHA, SIZES, n, seeded())
     assert widths.shape == (n, 2) and widths.dtype == torch.int64
-    expected = process.moment(process.marginals(ALPHA), SIZES, 1)
+    expected = moment(marginals(ALPHA), SIZES, 1)
     assert ((widths.double().mean(dim=0) - expected).abs() < 4 * widths.double().std(dim=0) / n**0.5).all()
     for space in range(2):
         chances: dict[int, float] = {}
-        for gates, p in outcomes(ALPHA[space], process):
+        for gates, p in outcomes(ALPHA[space]):
             width = int((SIZES[space] * torch.tensor(gates)).sum())
             chances[width] = chances.get(width, 0.0) + p
         for width, p in chances.items():
@@ -64,8 +61,8 @@ def test_samples_follow_the_distribution_of_their_own_space(process: Process) ->
     # The expected cost multiplies expected widths, which is right only if spaces are sampled independently.
     assert abs(torch.corrcoef(widths.double().T)[0, 1].item()) < 0.02
     torch.rand(7)
-    assert torch.equal(widths, process.sample(ALPHA, SIZES, n, seeded()))
-    assert not torch.equal(widths, process.sample(ALPHA, SIZES, n, seeded(1)))
+    assert torch.equal(widths, sample_groups(ALPHA, SIZES, n, seeded()))
+    assert not torch.equal(widths, sample_groups(ALPHA, SIZES, n, seeded(1)))
 
 
 @pytest.mark.parametrize(
@@ -85,15 +82,13 @@ def test_group_sizes_by_hand(size: int, groups: int, align: int, sizes: tuple[in
     assert group_sizes(size, groups, align) == sizes
 
 
-@both
-def test_a_bounded_chain_is_the_clamped_chain(process: Process) -> None:
+def test_a_bounded_chain_is_the_clamped_chain() -> None:
     lower, upper = torch.tensor([4, 3]), torch.tensor([7, 5])
     sizes = bounded(SIZES, lower, upper)
     assert (sizes >= 0).all() and sizes[:, 0].tolist() == [4, 3] and sizes.sum(dim=1).tolist() == [7, 5]
-    widths = process.sample(ALPHA, sizes, 1000, seeded())
+    widths = sample_groups(ALPHA, sizes, 1000, seeded())
     assert (widths >= lower).all() and (widths <= upper).all()
-    if process is CHAIN:
-        assert torch.equal(widths, CHAIN.sample(ALPHA, SIZES, 1000, seeded()).clamp(lower, upper))
+    assert torch.equal(widths, sample_groups(ALPHA, SIZES, 1000, seeded()).clamp(lower, upper))
 
 
 def test_a_chain_begins_at_its_lower_bound() -> None:

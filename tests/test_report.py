@@ -6,7 +6,6 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from short_runs import pruned_residual
 from typer.testing import CliRunner
 
 from dmcp.cli.main import app
-from dmcp.markov import INDEPENDENT
 from dmcp.report import figures
 from dmcp.report.finish import finish
 from dmcp.report.html import make_page
@@ -161,7 +159,7 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
-    result = replace(pruned_residual()[0].search, process=INDEPENDENT)
+    result = pruned_residual()[0].search
     settings = dict(matplotlib.rcParams)
     paths = figures.draw_all(result, expected(result), tmp_path / "one" / "figures")
     again = figures.draw_all(result, expected(result), tmp_path / "two")

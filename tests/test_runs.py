@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from short_runs import pruned_residual
 
 import dmcp
 from dmcp.errors import DmcpError, FileError, WidthsError
-from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.report.finish import finish
 from dmcp.runs.config import RunConfig
 from dmcp.runs.reading import list_runs, read_run, read_runs
@@ -91,9 +89,7 @@ def test_an_edited_search_or_one_of_another_network_is_refused(tmp_path: Path) -
     found, path = pruned_residual()[0].search, tmp_path / "search.json"
     with pytest.raises(FileError):  # there is none
         dmcp.load_search(tmp_path, found.graph)
-    for process in (CHAIN, INDEPENDENT):
-        save_search(replace(found, process=process), tmp_path)
-        assert dmcp.load_search(tmp_path, found.graph).process is process
+    save_search(found, tmp_path)
     facts = json.loads(path.read_text())
     other = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Conv2d(4, 2, 1))
     with pytest.raises(WidthsError):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp.errors import BudgetError, DmcpError
-from dmcp.markov import CHAIN, Process, bounded, sample_groups
+from dmcp.markov import bounded, sample_groups
 from dmcp.models import build, sample_shape
 from dmcp.runtime.batches import generator
 from dmcp.searching.budget import parse_budget, spent_shares
@@ -38,12 +38,10 @@ def wide(groups: int = 10, align: int = 1) -> tuple[Any, dmcp.Supernet]:
     return traced(Depthwise, groups, align, s=24, e=96, f=88, t=48)
 
 
-def result(
-    spec: Any, alpha: float | Tensor, net: tuple[Any, dmcp.Supernet], align: int = 1, process: Process = CHAIN
-) -> SearchResult:
+def result(spec: Any, alpha: float | Tensor, net: tuple[Any, dmcp.Supernet], align: int = 1) -> SearchResult:
     graph, supernet = net
     alphas = alpha if isinstance(alpha, Tensor) else torch.full(supernet.alpha.shape, alpha)
-    return SearchResult(alphas, supernet.sizes, graph, parse_budget(spec, graph), GAMMA, align, process=process)
+    return SearchResult(alphas, supernet.sizes, graph, parse_budget(spec, graph), GAMMA, align)
 
 
 def share(found: SearchResult, widths: dmcp.Widths) -> float:

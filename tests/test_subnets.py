@@ -14,14 +14,12 @@ from torch import Tensor
 import dmcp
 import dmcp.searching.steps
 from dmcp.errors import WidthsError
-from dmcp.markov import CHAIN, INDEPENDENT
 from dmcp.searching.bounds import width_bounds
 from dmcp.searching.subnets import Chains, make_chains, sample_gates, sort_channels
 from dmcp.settings import Sampling
 
 MANY = 4000
 SPREAD = 4 * 0.5 / MANY**0.5  # four standard deviations of a frequency
-both = pytest.mark.parametrize("process", [CHAIN, INDEPENDENT], ids=["chain", "independent"])
 
 
 def made(groups: int = 4, align: int = 1) -> Any:
@@ -50,10 +48,9 @@ def sampled(net: Any, chain: Chains, sampling: Sampling) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("sampling", Sampling)
-@both
-def test_bounds_hold_for_every_gate(sampling: Sampling, process: Any) -> None:
+def test_bounds_hold_for_every_gate(sampling: Sampling) -> None:
     net = made()
-    chain = make_chains(net, process, {"stem": 3, "conv4": 11}, {"stem": 5, "conv3": 1, "conv1": 5})
+    chain = make_chains(net, {"stem": 3, "conv4": 11}, {"stem": 5, "conv3": 1, "conv1": 5})
     assert ends_of(chain) == [(3, 5), (1, 5), (1, 1), (11, 11)]  # stem, conv1, conv3, conv4
     ends = widths_of(net, sandwich(net, chain, sampling, 0))
     assert ends.tolist() == [[5, 5, 1, 11], [3, 1, 1, 11]]
@@ -81,7 +78,7 @@ def test_bounds_hold_for_every_gate(sampling: Sampling, process: Any) -> None:
     ],
 )
 def test_bounds_of_the_network_and_of_modules(low: Any, high: Any, align: int, ends: list[tuple[int, int]]) -> None:
-    assert ends_of(make_chains(made(align=align), CHAIN, low, high, align)) == ends
+    assert ends_of(make_chains(made(align=align), low, high, align)) == ends
 
 
 def test_bounds_by_module_of_torchvision() -> None:
@@ -113,26 +110,25 @@ def test_uniform_and_sandwich_sampling() -> None:
         assert values.tolist() == borders and (counts / MANY - 1 / 4).abs().max() < SPREAD
     ranks = torch.stack([column.unique(return_inverse=True)[1] for column in widths.T]).double()
     assert (torch.corrcoef(ranks) - torch.eye(4)).abs().max() < 2 * SPREAD  # each space by itself
-    column = widths_of(net, sampled(net, make_chains(net, CHAIN, {"stem": 6}), Sampling.UNIFORM))[:, 0]
+    column = widths_of(net, sampled(net, make_chains(net, {"stem": 6}), Sampling.UNIFORM))[:, 0]
     values, counts = column.unique(return_counts=True)  # a bound merges groups
     assert values.tolist() == [6, 8] and (counts / MANY - 1 / 2).abs().max() < SPREAD
     widths = widths_of(net, sampled(net, make_chains(net), Sampling.SANDWICH))  # one ratio for all spaces
     assert {tuple(row) for row in widths.tolist()} == {(2, 1, 2, 2), (4, 2, 4, 5), (6, 4, 6, 8), (8, 6, 9, 11)}
 
 
-@both
-def test_markov_samples_each_channel_as_often_as_its_soft_gate_says(process: Any) -> None:
+def test_markov_samples_each_channel_as_often_as_its_soft_gate_says() -> None:
     net = made()
-    chain = make_chains(net, process)
+    chain = make_chains(net)
     gates = torch.stack(sampled(net, chain, Sampling.MARKOV)).float()
     soft = chain.gates(chain.marginals(net.alpha)).detach()
     assert (gates.mean(dim=0) - soft).abs().max() < SPREAD
-    assert process is INDEPENDENT or torch.equal(soft, net.soft())
+    assert torch.equal(soft, net.soft())
     # A space that is sampled from its neighbour's chain, as in the authors' code, would be seen.
     net.alpha.data = net.alpha.data.roll(1, dims=0)
     assert (gates.mean(dim=0) - chain.gates(chain.marginals(net.alpha)).detach()).abs().max() > 3 * SPREAD
     gaps = (gates.split([8, 6, 9, 11], dim=1)[3].diff(dim=1) > 0).any()
-    assert gaps == (process is INDEPENDENT)  # the chain keeps the first channels, independent gates any
+    assert not gaps  # the first channels are kept
 
 
 # channels in order

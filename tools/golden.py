@@ -155,7 +155,7 @@ ENGINE = {"precision": "float32", "channels_last": False, "compile": False, "gra
           "tf32": False, "deterministic": False, "sync_batchnorm": False}
 SEARCH = {"budget": "50%", "tolerance": 0.995, "groups": 8, "align": 1, "min_channels": {}, "max_channels": {},
           "epochs": 2, "warmup": 0.5, "sort": False, "subnets": 2, "sampling": "markov", "warmup_sampling": "uniform",
-          "distill": True, "init": "target", "independent": False, "task_loss": True, "budget_weight": 0.1,
+          "distill": True, "init": "target", "task_loss": True, "budget_weight": 0.1,
           "train_weights": True, "lr": 0.3, "min_lr": 0.03, "reference_batch": 16, "momentum": 0.9,
           "weight_decay": 1e-4, "label_smoothing": 0.1, "alpha_lr": 2.0, "alpha_min_lr": 0.5, "alpha_momentum": 0.9,
           "accumulate": 1, "log_every": 4, "seed": 0}
@@ -168,7 +168,6 @@ COMMAND = {"budget": "60%", "search_epochs": 2, "warmup": 0.5, "epochs": 1, "bat
 SEARCHES: dict[str, dict[str, Any]] = {
     "default": {},
     "mixed": {"net": "mixed", "sort": True, "init": "random", "budget": "60%,params:70%"},
-    "independent": {"independent": True},
     "arch_loader": {"arch_loader": True},
     "no distillation": {"distill": False},
     "another seed": {"seed": 7},

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -87,53 +85,3 @@ def merged(sizes: Tensor, inside: Tensor) -> Tensor:
     """
     ends = sizes.cumsum(dim=1)
     return ((sizes > 0) & (ends <= inside[:, :1]))[:, 1:]
-
-
-# independent gates instead of a chain: the ablation in the paper's appendix C
-
-
-def independent_marginals(alpha: Tensor) -> Tensor:
-    """Probability that each group is kept by itself; the first always is. (S, G-1) -> (S, G)"""
-    return torch.cat([alpha.new_ones(len(alpha), 1), torch.sigmoid(alpha)], dim=1)
-
-
-def independent_moment(marginals: Tensor, sizes: Tensor, power: int) -> Tensor:
-    """Expected power of the number of kept channels. (S, G), (S, G) -> (S,)
-
-    Group by group, from the moments without the group: (w + n) ** p by the binomial theorem if it is kept.
-    """
-    if power == 1:
-        return (marginals * sizes).sum(dim=1)
-    moments = [torch.ones_like(marginals[:, 0])] + [torch.zeros_like(marginals[:, 0])] * power
-    for kept, size in zip(marginals.unbind(1), sizes.to(marginals.dtype).unbind(1), strict=True):
-        moments = [
-            (1 - kept) * moments[p]
-            + kept * torch.stack([math.comb(p, i) * size ** (p - i) * moments[i] for i in range(p + 1)]).sum(dim=0)
-            for p in range(power + 1)
-        ]
-    return moments[power]
-
-
-def sample_independent(alpha: Tensor, sizes: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-    """Numbers of channels that n sub-networks keep, each group sampled by itself. (S, G-1), (S, G) -> (n, S)"""
-    chances = independent_marginals(alpha.detach())
-    kept = rand((sizes.numel(), n), chances.device, generator, chances.dtype) < chances.reshape(-1, 1)
-    return (kept.reshape(*sizes.shape, n) * sizes[..., None]).sum(dim=1).T
-
-
-@dataclass(frozen=True)
-class Process:
-    """What the alphas mean: how the groups of a space are kept."""
-
-    marginals: Callable[[Tensor], Tensor]  # (S, G-1) -> (S, G)
-    moment: Callable[[Tensor, Tensor, int], Tensor]  # marginals, sizes, power -> (S,)
-    sample: Callable[[Tensor, Tensor, int, torch.Generator | None], Tensor]  # alpha, sizes, n, generator -> (n, S)
-
-
-CHAIN = Process(marginals, moment, sample_groups)
-INDEPENDENT = Process(independent_marginals, independent_moment, sample_independent)
-
-
-def process_of(independent: bool) -> Process:
-    """The process that the setting `independent` names."""
-    return INDEPENDENT if independent else CHAIN

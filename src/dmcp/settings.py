@@ -260,9 +260,6 @@ class SearchConfig:
         True, "Whether sub-networks learn from the outputs of the largest one instead of the labels.", option=None
     )
     init: Init = setting(Init.TARGET, "Initialization of the alphas.", option=None)
-    independent: bool = setting(
-        False, "Ablation: keep each group independently (Bernoulli), not along the chain.", option=None
-    )
     task_loss: bool = setting(
         True, "Whether the alphas learn from the task loss, too, and not only from the budget loss.", option=None
     )

@@ -16,7 +16,7 @@ from dmcp.arguments import checked
 from dmcp.budgets import Budget
 from dmcp.errors import FileError, WidthsError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
-from dmcp.markov import INDEPENDENT, process_of
+from dmcp.markov import marginals, moment
 from dmcp.runs.files import ALPHAS, LOG, SEARCH_FILE, read_json, read_stage
 from dmcp.runtime.io import from_plain, parse_tensors, quote, read_bytes, write_files
 from dmcp.searching.records import SearchRecord, SearchResult
@@ -37,7 +37,6 @@ class _Facts:
     budget: Budget
     tolerance: float
     align: int | None
-    independent: bool
     sha256: str  # of the file of the alphas
 
     def __post_init__(self) -> None:
@@ -55,7 +54,6 @@ def save_search(result: SearchResult, folder: Path) -> None:
         budget=result.budget,
         tolerance=result.tolerance,
         align=result.align,
-        independent=result.process is INDEPENDENT,
         sha256=hashlib.sha256(alphas).hexdigest(),
     )
     write_files(folder, {ALPHAS: alphas, SEARCH_FILE: json.dumps(asdict(facts), indent=1).encode()})
@@ -94,7 +92,6 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
         tolerance=facts.tolerance,
         align=facts.align,
         log=steps,
-        process=process_of(facts.independent),
     )
 
 
@@ -111,10 +108,9 @@ def read_summary(folder: Path) -> SearchSummary:
     facts = read_json(folder / SEARCH_FILE)
     spaces = [str(name) for name in facts["spaces"]]
     targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
-    process = process_of(bool(facts["independent"]))
 
     alphas, sizes = _read_chains(folder / ALPHAS, len(spaces), facts["sha256"])
-    widths = process.moment(process.marginals(alphas.double()), sizes, 1).tolist()
+    widths = moment(marginals(alphas.double()), sizes, 1).tolist()
     return SearchSummary(targets, dict(zip(spaces, widths, strict=True)))
 
 

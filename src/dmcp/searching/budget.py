@@ -11,7 +11,7 @@ from torch import Tensor
 from dmcp.arguments import checked
 from dmcp.budgets import KINDS, LATENCY, Budget, Limit, Target, read_budget, show_cost
 from dmcp.errors import BudgetError
-from dmcp.markov import CERTAIN, CHAIN, Process
+from dmcp.markov import CERTAIN, marginals
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
 
@@ -104,11 +104,11 @@ def spent_shares(budget: Budget, graph: ChannelGraph, widths: Tensor) -> Tensor:
 # alphas against the budget
 
 
-def ratios(budget: Budget, graph: ChannelGraph, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
+def ratios(budget: Budget, graph: ChannelGraph, chances: Tensor, sizes: Tensor) -> Tensor:
     """Expected cost / target of each limit (eqs. 9 to 12), differentiable. (S, G), (S, G) -> (L,)"""
     shares = []
     for limit in budget.limits:
-        expected = graph.expected_cost(limit.kind, marginals, sizes, process)
+        expected = graph.expected_cost(limit.kind, chances, sizes)
         shares.append(expected / limit.target)
     return torch.stack(shares)
 
@@ -126,9 +126,7 @@ def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
     return down + up
 
 
-def constant_alpha(
-    budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process = CHAIN, certain: Tensor | None = None
-) -> float:
+def constant_alpha(budget: Budget, graph: ChannelGraph, sizes: Tensor, certain: Tensor | None = None) -> float:
     """The largest constant for all alphas whose expected cost is inside the budget, from -10 to 10.
 
     certain: steps that are CERTAIN instead. (S, G-1) bool
@@ -138,10 +136,10 @@ def constant_alpha(
     def alphas(constant: float) -> Tensor:
         return constant * ones
 
-    return _largest_inside(budget, graph, sizes, process, certain, alphas, low=-_STEEP, high=_STEEP)
+    return _largest_inside(budget, graph, sizes, certain, alphas, low=-_STEEP, high=_STEEP)
 
 
-def front_alphas(budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Process, certain: Tensor) -> Tensor:
+def front_alphas(budget: Budget, graph: ChannelGraph, sizes: Tensor, certain: Tensor) -> Tensor:
     """Alphas that fall by 1 from group to group, through zero at the same share of every space. (S, G-1)
 
     That share is the largest one whose expected cost is inside the budget, with steps that are CERTAIN instead.
@@ -154,7 +152,7 @@ def front_alphas(budget: Budget, graph: ChannelGraph, sizes: Tensor, process: Pr
         return group_counts * (border - middles)
 
     # Borders outside 0 to 1 make all groups likely, or all unlikely.
-    border = _largest_inside(budget, graph, sizes, process, certain, alphas, low=-1.0, high=2.0)
+    border = _largest_inside(budget, graph, sizes, certain, alphas, low=-1.0, high=2.0)
     return alphas(border)
 
 
@@ -162,7 +160,6 @@ def _largest_inside(
     budget: Budget,
     graph: ChannelGraph,
     sizes: Tensor,
-    process: Process,
     certain: Tensor | None,
     alphas: Callable[[float], Tensor],
     *,
@@ -175,8 +172,8 @@ def _largest_inside(
     certain = certain.cpu()
 
     def costs_too_much(number: float) -> bool:
-        marginals = process.marginals(alphas(number).masked_fill(certain, CERTAIN))
-        return ratios(budget, graph, marginals, sizes.cpu(), process).max().item() > 1
+        chances = marginals(alphas(number).masked_fill(certain, CERTAIN))
+        return ratios(budget, graph, chances, sizes.cpu()).max().item() > 1
 
     if costs_too_much(low):
         return low

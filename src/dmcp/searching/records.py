@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmcp.arguments import checked
 from dmcp.budgets import Budget
-from dmcp.markov import CHAIN, Process
+from dmcp.markov import marginals
 from dmcp.runtime.distributed import World, mean_values
 from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, parse_budget, ratios
@@ -104,7 +104,6 @@ class SearchResult:
     tolerance: float
     align: int | None = None
     log: tuple[SearchRecord, ...] = ()
-    process: Process = CHAIN
 
     @checked
     def with_budget(self, budget: int | float | str | Budget) -> SearchResult:
@@ -116,8 +115,8 @@ class SearchResult:
 
 def expected_shares(result: SearchResult) -> tuple[float, ...]:
     """Expected cost / target of each limit, before any rounding and repair."""
-    marginals = result.process.marginals(result.alphas.double()) * (result.sizes > 0)
-    return tuple(ratios(result.budget, result.graph, marginals, result.sizes, result.process).tolist())
+    chances = marginals(result.alphas.double()) * (result.sizes > 0)
+    return tuple(ratios(result.budget, result.graph, chances, result.sizes).tolist())
 
 
 def missed_budget(result: SearchResult) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 from dmcp.arguments import Seed, Share, checked
 from dmcp.budgets import Budget
 from dmcp.errors import BudgetError
+from dmcp.markov import marginals, moment, sample_groups
 from dmcp.runtime.batches import as_generator
 from dmcp.searching.budget import parse_budget, spent_shares
 from dmcp.searching.records import SearchResult
@@ -22,8 +23,8 @@ _TRIES = 1 << 13  # widths among which the random baseline is looked for
 
 def expected_widths(result: SearchResult) -> Tensor:
     """Expected width of each space (eq. 8), not rounded. -> (S,) float64"""
-    marginals = result.process.marginals(result.alphas.detach().double())
-    return result.process.moment(marginals, result.sizes, 1).cpu()
+    chances = marginals(result.alphas.detach().double())
+    return moment(chances, result.sizes, 1).cpu()
 
 
 @checked
@@ -63,7 +64,7 @@ def direct(
     seen: list[Tensor] = []
     for start in range(0, tries, _AT_ONCE):
         count = min(_AT_ONCE, tries - start)
-        widths = result.process.sample(result.alphas, result.sizes, count, generator).cpu()
+        widths = sample_groups(result.alphas, result.sizes, count, generator).cpu()
         shares = spent_shares(result.budget, result.graph, widths).amax(dim=1)  # (N,)
         fills = shares >= filled(result)
         _add_different(filling, n, widths, shares, where=fills & (shares <= 1))

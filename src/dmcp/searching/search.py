@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from dmcp.arguments import checked
 from dmcp.budgets import Budget
 from dmcp.errors import TrainingError, WidthsError
-from dmcp.markov import CERTAIN, group_sizes, merged, process_of
+from dmcp.markov import CERTAIN, group_sizes, merged
 from dmcp.runtime.batches import Loader, device_of, length_of, size_of
 from dmcp.runtime.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.runtime.distributed import current, share_tensors, sum_values
@@ -211,7 +211,6 @@ class Searcher:
             budget=self.budget,
             tolerance=self.config.tolerance,
             align=self.config.align,
-            process=self.chains.process,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,8 +303,7 @@ def prepare_chains(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]
             "The supernet has other groups than the settings. Make it with "
             f"Supernet(model, graph, groups={config.groups}, align={config.align})."
         )
-    process = process_of(config.independent)
-    chains = make_chains(net, process, config.min_channels, config.max_channels, config.align)
+    chains = make_chains(net, config.min_channels, config.max_channels, config.align)
     budget = parse_budget(config.budget, net.graph)
     check_reachable(budget, net.graph, *extreme_widths(net.graph, chains.sizes))
     if not chains.sizes[:, 1:].any():
@@ -324,9 +322,9 @@ def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) 
     certain = merged(net.sizes, chains.sizes)
     match config.init:
         case Init.FRONT:
-            net.alpha.copy_(front_alphas(budget, net.graph, chains.sizes, chains.process, certain))
+            net.alpha.copy_(front_alphas(budget, net.graph, chains.sizes, certain))
         case Init.TARGET:
-            net.alpha.fill_(constant_alpha(budget, net.graph, chains.sizes, chains.process, certain))
+            net.alpha.fill_(constant_alpha(budget, net.graph, chains.sizes, certain))
         case Init.ZERO:
             net.alpha.zero_()
         case Init.RANDOM:  # made on the CPU: the same on every device

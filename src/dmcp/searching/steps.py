@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dmcp.budgets import Budget
+from dmcp.markov import moment
 from dmcp.runtime.batches import input_of, size_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
 from dmcp.runtime.engine import ResolvedEngine, autocast
@@ -154,7 +155,7 @@ def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward
 
         # The budget loss needs no data: it is the same on all ranks.
         marginals = chains.marginals(net.alpha)
-        shares = ratios(context.budget, net.graph, marginals, chains.sizes, chains.process)
+        shares = ratios(context.budget, net.graph, marginals, chains.sizes)
         excess = budget_loss(shares, config.tolerance)
         torch.autograd.backward(config.budget_weight * excess)
     task_loss = torch.stack(task_losses).mean() if task_losses else None
@@ -162,7 +163,7 @@ def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward
         task_loss=task_loss,
         budget_loss=excess.detach(),
         ratios=shares.detach(),
-        widths=chains.process.moment(marginals.detach(), chains.sizes, 1),
+        widths=moment(marginals.detach(), chains.sizes, 1),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmcp.markov import CHAIN, INDEPENDENT, Process, bounded, rand
+from dmcp.markov import bounded, marginals, rand, sample_groups
 from dmcp.searching.bounds import width_bounds
 from dmcp.searching.importance import magnitude
 from dmcp.searching.supernet import Supernet
@@ -18,15 +18,14 @@ from dmcp.tracing.modules import narrow
 
 @dataclass(frozen=True)
 class Chains:
-    """What the alphas of a supernet mean in one search: their process, and the widths that they may reach."""
+    """What the alphas of a supernet mean in one search: the groups inside the widths that they may reach."""
 
-    process: Process
     sizes: Tensor  # groups inside the bounds: the first one and the sum are the smallest and largest widths. (S, G)
     index: Tensor  # of each channel: its group in a flattened (S, G + 1) table, whose last column is never kept
 
     def marginals(self, alpha: Tensor) -> Tensor:
         """Probability that each group is kept; zero where it is empty. (S, G-1) -> (S, G)"""
-        return self.process.marginals(alpha) * (self.sizes > 0)
+        return marginals(alpha) * (self.sizes > 0)
 
     def gates(self, groups: Tensor) -> Tensor:
         """A number per group, spread over its channels (eq. 7). (..., S, G) -> (..., channels)"""
@@ -35,7 +34,6 @@ class Chains:
 
 def make_chains(
     net: Supernet,
-    process: Process = CHAIN,
     min_channels: Bound | None = None,
     max_channels: Bound | None = None,
     align: int | None = None,
@@ -48,7 +46,7 @@ def make_chains(
     # A channel is in the group behind all groups that end before it.
     ends_before = sizes.cumsum(dim=1)[net.space_of] <= net.position[:, None]  # (channels, G)
     first_groups = net.space_of * (sizes.shape[1] + 1)  # in the flattened table
-    return Chains(process, sizes, ends_before.sum(dim=1) + first_groups)
+    return Chains(sizes, ends_before.sum(dim=1) + first_groups)
 
 
 def sample_gates(
@@ -58,13 +56,8 @@ def sample_gates(
     if sampling is Sampling.MIXED:
         likely = sample_gates(net, chains, Sampling.MARKOV, (count + 1) // 2, generator)
         return likely + sample_gates(net, chains, Sampling.UNIFORM, count // 2, generator)
-    if sampling is Sampling.MARKOV and chains.process is INDEPENDENT:
-        # Any groups are kept, not the first ones: gates that no widths describe.
-        marginals = chains.marginals(net.alpha.detach())
-        kept = rand((count, *chains.sizes.shape), chains.sizes.device, generator) < marginals
-        return list(chains.gates(kept))
     if sampling is Sampling.MARKOV:
-        widths = chains.process.sample(net.alpha, chains.sizes, count, generator)
+        widths = sample_groups(net.alpha, chains.sizes, count, generator)
     else:
         widths = _sample_uniform(chains.sizes, count, generator, one_ratio=sampling is Sampling.SANDWICH)
     return [net.hard_unchecked(row) for row in widths]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dmcp.arguments import checked
 from dmcp.errors import BudgetError, CutError, WidthsError
-from dmcp.markov import CHAIN, Process
+from dmcp.markov import moment
 from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evaluate, total
 from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.layout import Layout, Segment
@@ -209,9 +209,9 @@ class ChannelGraph:
         complete = self.full if widths is None else self.widths(widths)
         return list(complete.values())
 
-    def expected_cost(self, kind: str, marginals: Tensor, sizes: Tensor, process: Process = CHAIN) -> Tensor:
+    def expected_cost(self, kind: str, marginals: Tensor, sizes: Tensor) -> Tensor:
         """Expected cost of one kind, given the chance that each group survives. (S, G), (S, G) -> ()"""
-        return self._polynomial(kind).expected(lambda power: process.moment(marginals, sizes, power))
+        return self._polynomial(kind).expected(lambda power: moment(marginals, sizes, power))
 
     def layers(self, widths: Mapping[str, int] | None = None) -> tuple[LayerCost, ...]:
         """What each layer costs, in the order in which the layers run."""
