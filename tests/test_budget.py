@@ -28,7 +28,7 @@ def traced(net: Any = Residual) -> tuple[Any, dmcp.Supernet]:
 
 def test_shares_are_resolved_by_the_cost_of_the_unpruned_network() -> None:
     graph, _ = traced()
-    macs, params, memory = graph.macs(), graph.params(), graph.memory()
+    macs, params, memory, traffic = graph.macs(), graph.params(), graph.memory(), graph.traffic()
     table: dict[Any, tuple[str, int]] = {
         12_345: ("macs", 12_345),
         "1.1G": ("macs", 1_100_000_000),
@@ -38,6 +38,8 @@ def test_shares_are_resolved_by_the_cost_of_the_unpruned_network() -> None:
         1.0: ("macs", macs),
         "params:50%": ("params", params // 2),
         "memory:50%": ("memory", memory // 2),
+        "traffic:50%": ("traffic", traffic // 2),
+        "traffic:1MB": ("traffic", 1_000_000),
     }
     for spec, limit in table.items():
         assert parse_budget(spec, graph).limits == (Limit(*limit),), spec
@@ -52,8 +54,8 @@ def test_latency_needs_a_measured_table() -> None:
         with pytest.raises(BudgetError, match="latency"):
             parse_budget(spec, graph)
     assert counted_part("8ms", graph) is None
-    part = counted_part("50%,8 ms", graph)
-    assert part is not None and part.limits == parse_budget("50%", graph).limits
+    part = counted_part("50%,traffic:55%,8 ms", graph)
+    assert part is not None and part.limits == parse_budget("50%,traffic:55%", graph).limits
 
 
 # reachability
@@ -66,10 +68,11 @@ def test_unreachable_budgets_name_the_range() -> None:
         with pytest.raises(BudgetError) as caught:
             check_reachable(parse_budget(spec, graph), graph, net.min_widths)
         assert f"{low[kind]:,}" in str(caught.value) and f"{full[kind]:,}" in str(caught.value)
-    for end, beyond in ((low["macs"], -1), (full["macs"], 1)):
-        check_reachable(parse_budget(end, graph), graph, net.min_widths)
-        with pytest.raises(BudgetError):
-            check_reachable(parse_budget(end + beyond, graph), graph, net.min_widths)
+    for kind in ("macs", "traffic"):
+        for end, beyond in ((low[kind], -1), (full[kind], 1)):
+            check_reachable(parse_budget(f"{kind}:{end}", graph), graph, net.min_widths)
+            with pytest.raises(BudgetError):
+                check_reachable(parse_budget(f"{kind}:{end + beyond}", graph), graph, net.min_widths)
     part = dmcp.trace(net.model, sample(Residual.SHAPE), ignore=["conv3", "conv4"])
     with pytest.raises(BudgetError, match=f"{part.prunable_share:.1%}"):
         dmcp.uniform(part, "1%")
@@ -106,7 +109,7 @@ def test_the_loss_pulls_into_the_band_from_both_sides() -> None:
 def test_expected_costs_are_the_means_of_samples(net: Any) -> None:
     """SharedWeight has a space squared: there the mean of the square is not the square of the mean."""
     graph, supernet = traced(net)
-    budget = parse_budget("50%,params:40%", graph)
+    budget = parse_budget("50%,params:40%,traffic:50%", graph)
     alpha = torch.randn(supernet.alpha.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     chances = marginals(alpha) * (supernet.sizes > 0)
     expected = ratios(budget, graph, chances, supernet.sizes)

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from dmcp.budgets import Budget, Limit, Target, choose_middle, limits_latency, read_budget
+from dmcp.budgets import (
+    KINDS,
+    NAMES,
+    Budget,
+    Limit,
+    Target,
+    choose_middle,
+    limits_latency,
+    read_budget,
+    show_amount,
+    show_cost,
+)
 from dmcp.errors import BudgetError
 from dmcp.settings import SearchConfig
 
@@ -28,6 +39,8 @@ COUNTS: dict[Any, tuple[str, int]] = {
     "memory:256kB": ("memory", 256_000),
     "memory:1 MiB": ("memory", 2**20),
     "memory:1000": ("memory", 1000),
+    "traffic:20MB": ("traffic", 20_000_000),
+    "traffic:1.5 GiB": ("traffic", 3 * 2**29),
     "14s": ("latency", 14 * FS_PER_S),
     "8 ms": ("latency", 8 * FS_PER_S // 10**3),
     "8.5ms": ("latency", 85 * FS_PER_S // 10**4),
@@ -42,14 +55,16 @@ SHARES: dict[Any, tuple[str, Fraction]] = {
     1.0: ("macs", Fraction(1)),
     "params:50%": ("params", Fraction(1, 2)),
     "memory:0.5": ("memory", Fraction(1, 2)),
+    "traffic:55%": ("traffic", Fraction(11, 20)),
     "latency:50%": ("latency", Fraction(1, 2)),
 }
 UNREADABLE = (
     *("0ms", "latency:0%", "latency:200%", "latency:5", "params:8ms"),
     *("8 MB", "params:1.5GB", "4MiB", "4.5 GFLOPs", "4.5 GMACs", "60k params", "5T", "watts:5"),
+    *("traffic:0%", "traffic:8ms", "traffic", "traffic:0.5MBs"),
     *(0.0, -0.5, 1.5, float("nan"), 0, -5, "", "half", "50%,", "0%", "params:0%", "watts:5%"),
     *("1e999999999", "٣", None, True, [1], object()),
-    *("50%,20%", "params:1M,params:50%", "0,5", "1,1G", "12,5%"),
+    *("50%,20%", "params:1M,params:50%", "traffic:1MB,traffic:50%", "0,5", "1,1G", "12,5%"),
 )
 
 
@@ -81,7 +96,7 @@ def test_what_is_no_budget_is_refused() -> None:
 def test_budgets_of_latency_are_told_apart() -> None:
     for spec in ("8ms", "14s", "900 us", "50%,8ms", "latency:50%,params:2M"):
         assert limits_latency(spec), spec
-    for spec in ("50%", 0.5, 10**6, "211M", "params:2M,memory:1MB"):
+    for spec in ("50%", 0.5, 10**6, "211M", "params:2M,memory:1MB", "50%,traffic:55%"):
         assert not limits_latency(spec), spec
 
 
@@ -98,6 +113,18 @@ def test_the_middle_of_several_budgets() -> None:
         (["60%"], "60%"),
     ):
         assert choose_middle(specs) == middle
+
+
+def test_amounts_are_shown_with_their_units() -> None:
+    for kind, amount, text in (
+        ("macs", 1_100_000, "1,100,000 MACs"),
+        ("params", 2000, "2,000 parameters"),
+        ("memory", 65_540, "65.54 kB of memory"),
+        ("traffic", 20_000_000, "20 MB of traffic"),
+        ("latency", 8 * FS_PER_S // 10**3, "8 ms"),
+    ):
+        assert show_cost(kind, amount) == text and text.startswith(show_amount(kind, amount))
+    assert set(KINDS) == set(NAMES)
 
 
 def test_no_torch_is_imported() -> None:

@@ -150,12 +150,12 @@ def test_costs_of_the_full_network_and_of_many_widths(name: str) -> None:
     dice = torch.Generator().manual_seed(0)
     sizes = graph.full.tensor()
     table = (torch.rand(17, len(sizes), generator=dice) * sizes).long() + 1
-    for cost in (graph.macs, graph.params, graph.memory):
+    for cost in (graph.macs, graph.params, graph.memory, graph.traffic):
         counts = cost(table)
         assert counts.tolist() == [cost(graph.widths(row)) for row in table] and not counts.is_floating_point()
         torch.testing.assert_close(cost(table.double()), counts.double(), rtol=1e-12, atol=0)
     point, nudge = (table[:1].double() - 0.5).clamp(min=1.5), 1e-3 * torch.eye(len(sizes), dtype=torch.float64)
-    for cost in (graph.macs, graph.params):
+    for cost in (graph.macs, graph.traffic, graph.params):
         moving = point.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(cost(moving).sum(), moving)
         difference = (cost(point + nudge) - cost(point - nudge)) / 2e-3

@@ -1,8 +1,8 @@
 """What every model of the zoo must show, as one function from an entry to a result.
 
 The reference is the original network with hard gates. It is compared with the cut network, whose channels are gone;
-costs are compared with torch's flop counter and with the parameters that are really there, memory with a trace of the
-cut network.
+costs are compared with torch's flop counter, with the parameters that are really there and with the bytes of the
+tensors that ops really take and give, memory with a trace of the cut network.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -132,6 +133,8 @@ def _steps(entry: Entry) -> Iterator[dict[str, Any]]:
     there = (counted_params(net.model), counted_params(small))
     claims: dict[str, tuple[Any, Any]] = {"macs": (macs, counted), "params": (params, there)}
     claims["memory"] = (graph.memory(widths), dmcp.trace(small, images, verify=False).memory())
+    traffic = (graph.traffic(graph.full), graph.traffic(widths))
+    claims["traffic"] = (traffic, (counted_traffic(net.model, images[:1]), counted_traffic(small, images[:1])))
     yield {
         "detail": "; ".join(f"{name} {said} are really {real}" for name, (said, real) in claims.items() if said != real)
     }
@@ -269,3 +272,42 @@ def counted_macs(model: nn.Module, image: Tensor) -> int:
         for parameter in trained:
             parameter.requires_grad_(True)
     return int(counter.get_total_flops()) // 2
+
+
+# Ops that give back the same numbers: free, though some of them may copy.
+_SAME_NUMBERS = {"reshape", "flatten", "contiguous", "clone", "dropout_", "feature_dropout_", "alpha_dropout_"}
+
+
+class TrafficCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sums up the bytes of the real tensors that ops take and give, each tensor of an op once; views are free."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {id(leaf): leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        taken = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+        storages = {leaf.untyped_storage().data_ptr() for leaf in taken.values()}
+        shows_only = bool(given) and all(leaf.untyped_storage().data_ptr() in storages for leaf in given)
+        reshapes_in_place = any(leaf.shape != before[id(leaf)] for leaf in taken.values())  # squeeze_
+        is_view = shows_only and (reshapes_in_place or not func._schema.is_mutable)
+        if not is_view and func._schema.name.removeprefix("aten::") not in _SAME_NUMBERS:
+            self.total_bytes += sum(leaf.numel() * leaf.itemsize for leaf in [*taken.values(), *given])
+        return result
+
+
+def counted_traffic(model: nn.Module, image: Tensor) -> int:
+    """Bytes that all ops of one pass in eval mode take and give, on real tensors; ops as autograd sees them."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one op would stand for a whole encoder layer
+    trial = copy.deepcopy(model).eval()  # what it keeps between calls would be computed by no op
+    try:
+        with torch.inference_mode(), TrafficCounter() as counter:
+            trial(image)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return counter.total_bytes

@@ -50,6 +50,7 @@ to a random width, from half of it to all but one channel; all in float64. *Corr
   (*error*, of the worst output), and the gates move every output by at least {MIN_EFFECT:g} of that unit (*effect*);
 * `graph.macs` and `graph.params` equal torch's flop counter / 2 and the real parameters, at full width and cut;
 * `graph.memory` at these widths is what a trace of the cut network counts;
+* `graph.traffic` is the sum of the bytes of all tensors that the ops of the network really take and give;
 * the cut network runs in train mode (tried up to {TRAINED_PARAMS // 10**6}M parameters).
 
 *Wrong* means cut without complaint, but unequal; *vacuous* that the gates hardly move the output; *failed* that an

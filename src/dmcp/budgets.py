@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
@@ -11,20 +11,36 @@ from typing import TypeVar
 from dmcp.errors import BudgetError
 from dmcp.units import FS_PER_MS, show_bytes, show_ms
 
-MACS, PARAMS, MEMORY, LATENCY = "macs", "params", "memory", "latency"
+MACS, PARAMS, MEMORY, TRAFFIC, LATENCY = "macs", "params", "memory", "traffic", "latency"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a kind of cost is counted in."""
+
+    sizes: Mapping[str, int]  # by their suffix in a budget
+    show: Callable[[float], str]  # an amount as text: 121,000; 65.54 kB; 8.12 ms
+
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}  # in femtoseconds
-_UNITS = {MACS: _COUNTS, PARAMS: _COUNTS, MEMORY: _COUNTS | _BYTES, LATENCY: _TIMES}
-KINDS = tuple(_UNITS)
-NAMES = {MACS: "MACs", PARAMS: "parameters", MEMORY: "memory", LATENCY: "time"}  # in figures and reports
+_TIMES = {"us": FS_PER_MS // 1000, "ms": FS_PER_MS, "s": 1000 * FS_PER_MS}
+COUNT = Unit(_COUNTS, lambda count: f"{count:,.0f}")
+BYTES = Unit(_COUNTS | _BYTES, show_bytes)
+TIME = Unit(_TIMES, lambda femtoseconds: show_ms(femtoseconds / FS_PER_MS))
+
+# A new kind of cost is a line in each of these tables, and a polynomial in ChannelGraph.
+UNITS = {MACS: COUNT, PARAMS: COUNT, MEMORY: BYTES, TRAFFIC: BYTES, LATENCY: TIME}
+NAMES = {MACS: "MACs", PARAMS: "parameters", MEMORY: "memory", TRAFFIC: "traffic", LATENCY: "time"}  # in reports
+KINDS = tuple(UNITS)
 
 _NUMBER = r"\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,2})?"
 _PART = re.compile(rf"(?a)(?:(?P<kind>[a-z]+):)?(?P<number>{_NUMBER})(?P<unit>%|[a-z]*)")
 _FRACTION = re.compile(r"\.|e-")  # "1.0" and "5e-1" are shares, "1" is a count
 _MAX_AMOUNT = 10**18  # more than any network costs
-_HELP = 'write "50%", "211M", "params:2M", "memory:256kB", "8ms", "latency:50%", or several: "50%,params:2M"'
+_HELP = (
+    'write "50%", "211M", "params:2M", "memory:256kB", "traffic:50%", "8ms", "latency:50%", or several: "50%,params:2M"'
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +48,7 @@ class Limit:
     """The most that a network may cost of one kind."""
 
     kind: str  # one of KINDS
-    target: int  # bytes of memory, femtoseconds of latency
+    target: int  # bytes of memory and traffic, femtoseconds of latency
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.target < 1:
@@ -118,8 +134,8 @@ def _read_target(part: str) -> Target | None:
         target = Target(kind, number, is_share=True)
     elif not unit and number.denominator > 1:
         return None  # 1.5 is neither one MAC and a half, nor 150%
-    elif unit in _UNITS[kind]:
-        target = Target(kind, number * _UNITS[kind][unit], is_share=False)
+    elif unit in UNITS[kind].sizes:
+        target = Target(kind, number * UNITS[kind].sizes[unit], is_share=False)
     else:
         return None
 
@@ -160,17 +176,13 @@ def choose_middle(specs: Sequence[AnySpec]) -> AnySpec:
 def show_cost(kind: str, amount: float) -> str:
     """An amount and what it counts: 121,000 MACs; 2,000 parameters; 65.54 kB of memory; 8.12 ms."""
     text = show_amount(kind, amount)
-    if kind == MEMORY:
-        return f"{text} of {NAMES[MEMORY]}"
-    if kind == LATENCY:
+    if UNITS[kind] is BYTES:
+        return f"{text} of {NAMES[kind]}"
+    if UNITS[kind] is TIME:
         return text
     return f"{text} {NAMES[kind]}"
 
 
 def show_amount(kind: str, amount: float) -> str:
     """An amount with its unit, if it has one: 121,000; 65.54 kB; 8.12 ms."""
-    if kind == MEMORY:
-        return show_bytes(amount)
-    if kind == LATENCY:
-        return show_ms(amount / FS_PER_MS)
-    return f"{amount:,.0f}"
+    return UNITS[kind].show(amount)

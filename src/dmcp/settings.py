@@ -213,9 +213,9 @@ class SearchConfig:
     """
 
     budget: int | float | str | Budget = setting(
-        help="Limit on the cost of the pruned network: 50% of the MACs, 211M (MACs), params:2M, memory:256kB, 8ms or "
-        "latency:50%. Join limits that must all hold with commas: 50%,params:2M. Repeat the option to get one network "
-        "for each budget from a single search.",
+        help="Limit on the cost of the pruned network: 50% of the MACs, 211M (MACs), params:2M, memory:256kB, "
+        "traffic:50% (of the bytes read and written), 8ms or latency:50%. Join limits that must all hold with commas: "
+        "50%,params:2M. Repeat the option to get one network for each budget from a single search.",
         group="Budget",
         shown="50%",
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmcp.budgets import LATENCY, MEMORY, show_cost
+from dmcp.budgets import BYTES, TIME, UNITS, show_cost
 from dmcp.searching.budget import costs
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
@@ -69,17 +69,17 @@ def plain_costs(spent: Mapping[str, int]) -> dict[str, float]:
     """Costs as plain data; units are in the names."""
     facts: dict[str, float] = {}
     for kind, amount in spent.items():
-        if kind == LATENCY:
-            facts[f"{LATENCY}_ms"] = amount / FS_PER_MS
-        elif kind == MEMORY:
-            facts[f"{MEMORY}_bytes"] = amount
+        if UNITS[kind] is TIME:
+            facts[f"{kind}_ms"] = amount / FS_PER_MS
+        elif UNITS[kind] is BYTES:
+            facts[f"{kind}_bytes"] = amount
         else:
             facts[kind] = amount
     return facts
 
 
 def describe_costs(graph: ChannelGraph, widths: Widths) -> str:
-    """121,000 MACs (49.9%), 41,000 parameters (53.8%), 32.77 kB of memory (75.0%)"""
+    """121,000 MACs (49.9%), 41,000 parameters (53.8%), 32.77 kB of memory (75.0%), 1.2 MB of traffic (60.1%)"""
     full = costs(graph, graph.full)
     spent = costs(graph, widths)
     return ", ".join(f"{show_cost(kind, amount)} ({amount / full[kind]:.1%})" for kind, amount in spent.items())

@@ -29,7 +29,7 @@ from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes
 from dmcp.runtime.progress import each, shown
 from dmcp.searching.rounding import allowed_widths
 from dmcp.settings import FloatType, LatencyConfig, RuntimeKind
-from dmcp.tracing.cost import VIEWS, Terms, evaluate, product, total
+from dmcp.tracing.cost import Terms, evaluate, is_free, product, total
 from dmcp.tracing.coupling import Dims
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import narrow, unwrap
@@ -323,8 +323,7 @@ def count_work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
     # Numbers written. Views write nothing; what norms and pools return beside the first output is small, or not needed.
     layers = {cost.out for cost in eval_pass.costs}
     for op in recording.ops:
-        is_view = op.func.is_view or op.name in VIEWS
-        if is_view or not op.outs:
+        if is_free(op, recording) or not op.outs:
             continue
         out = op.outs[0]
         if out is not None and out not in recording.tensors:

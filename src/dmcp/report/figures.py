@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dmcp.budgets import LATENCY, MEMORY, NAMES, show_amount
+from dmcp.budgets import COUNT, NAMES, UNITS, show_amount
 from dmcp.searching.records import SearchRecord, SearchResult
 from dmcp.searching.sampling import expected_widths
 from dmcp.tracing.widths import Widths
@@ -268,6 +268,6 @@ def _in_percent(axis: Any) -> None:
 
 def amount(kind: str, number: float) -> str:
     """A cost as people read it: 20.4M, 8.12 ms, 65.5 kB."""
-    if kind in (LATENCY, MEMORY):
-        return show_amount(kind, number)
-    return show_count(number)
+    if UNITS.get(kind, COUNT) is COUNT:  # a run of a later version may have a kind that is unknown here
+        return show_count(number)
+    return show_amount(kind, number)

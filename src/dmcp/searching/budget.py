@@ -24,8 +24,8 @@ def parse_budget(spec: int | float | str | Budget, graph: ChannelGraph) -> Budge
     """Read a budget: an int (MACs), a float up to 1 (share of the full MACs), or a text.
 
     Texts: "211M", "1.1G", "50%", "params:2M", "params:50%", "memory:256kB" (of activations that are held at once),
-    "8ms", "latency:50%" (of the unpruned network's time), and several with commas, which must all hold. Times need a
-    graph with a table of latency: see `Latency.attach`.
+    "traffic:50%" (of the bytes that all ops read and write), "8ms", "latency:50%" (of the unpruned network's time), and
+    several with commas, which must all hold. Times need a graph with a table of latency: see `Latency.attach`.
     """
     if isinstance(spec, Budget):
         return spec

@@ -1,4 +1,4 @@
-"""MACs, parameters and memory as polynomials in the widths."""
+"""MACs, parameters, memory and traffic as polynomials in the widths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dmcp.tracing.coupling import Coupling, Flow
 from dmcp.tracing.layout import Layout, monomials
-from dmcp.tracing.record import Recording
+from dmcp.tracing.record import Op, Recording
 
 _CHUNK = 1 << 16  # numbers in one intermediate tensor: few enough for a CPU's cache
 
@@ -137,9 +138,10 @@ class Polynomial:
         return self._tables[key]
 
 
-# Ops whose output has the memory of their input, in eval mode.
-VIEWS = {"reshape", "flatten", "unflatten", "expand_as", "view_as", "contiguous", "dropout", "feature_dropout"}
 _ELEMENTWISE = {"batch_norm", "prelu", "_prelu_kernel", "where", "masked_fill"}  # besides those with a pointwise rule
+
+
+# memory
 
 
 @dataclass(frozen=True)
@@ -264,11 +266,11 @@ def _owners(recording: Recording) -> tuple[dict[int, int], set[int]]:
     complete = set(owners)
     for op in recording.ops:
         inputs = [value for value in op.inputs() if value in owners]
-        returns_input = op.func.is_view or op.name in VIEWS or op.name.endswith("_")  # squeeze_
+        has_memory_of_input = is_free(op, recording) or op.name.endswith("_")
         for out in op.outs:
             if out is None or out in owners or out in from_weights:
                 continue
-            if not inputs or not returns_input or recording.dtypes[out] != recording.dtypes[inputs[0]]:
+            if not inputs or not has_memory_of_input:
                 owners[out] = out
                 complete.add(out)
                 continue
@@ -292,3 +294,48 @@ def _worst(candidates: Sequence[Moment]) -> list[Moment]:
         kept = [rival for rival in kept if not covers(moment, rival)]
         kept.append(moment)
     return kept
+
+
+# traffic
+
+
+def traffic(coupling: Coupling, numbers: Mapping[int, int], shares: Mapping[int, Fraction]) -> Terms:
+    """The bytes that all ops of the pass in eval mode read and write, for one sample.
+
+    Every op reads each tensor that it takes once, and writes each tensor that it gives once; an op in place does both.
+    Weights, biases and the vectors of a BatchNorm are tensors like any other: they are read once for one sample, as at
+    batch 1. A tensor has the bytes of its shape and dtype: 4 for a number in float32. Views are free, and so are
+    reshape, contiguous, clone, and dropout, which gives back its input in eval mode. Ops are those that PyTorch
+    records. Fusion by a compiler is not modelled: a compiled network reads and writes less.
+
+    shares: the part of each value's numbers that one sample has; see `trace`.
+    """
+    evaluated = coupling.passes[0]
+    recording = evaluated.recording
+    uses: Counter[int] = Counter()  # value -> how often it is read or written
+    for op in recording.ops:
+        if not is_free(op, recording):
+            uses.update(set(op.inputs()))
+            uses.update(out for out in op.outs if out is not None)
+
+    parts: list[Terms] = []
+    for value, count in uses.items():
+        dims = coupling.in_spaces(evaluated.layouts[value], numbers)
+        terms = product(count * recording.dtypes[value].itemsize, dims)
+        parts.append({spaces: math.ceil(factor * shares[value]) for spaces, factor in terms.items()})
+    return total(parts)
+
+
+def is_free(op: Op, recording: Recording) -> bool:
+    """Whether an op moves no numbers: it is a view, or gives back its input as it was, as dropout does in eval mode."""
+    if torch.Tag.inplace_view in op.func.tags:  # squeeze_
+        return True
+    inputs = op.inputs()
+    if not inputs or None in op.outs or not op.outs:
+        return False
+    if op.func._schema.is_mutable:
+        return op.arguments().get("train") is False  # dropout_
+    if all(out in inputs for out in op.outs):
+        return True
+    dtypes = {recording.dtypes[out] for out in op.outs if out is not None}
+    return op.func.is_view and dtypes == {recording.dtypes[inputs[0]]}  # not `to` with another dtype

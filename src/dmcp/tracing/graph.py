@@ -82,6 +82,7 @@ class ChannelGraph:
     soft_folds: tuple[GateFold, ...]
     entries: tuple[CostEntry, ...]
     moments: tuple[Moment, ...]  # when many activations are held
+    traffic_terms: Terms  # bytes that all ops read and write
     _context: ReplayContext
     _atoms: tuple[int, ...]  # the atom of each space
     extra: Mapping[str, Any] = field(default_factory=dict)  # costs that are measured, see `Latency.attach`
@@ -95,6 +96,7 @@ class ChannelGraph:
             "macs": Polynomial(total(entry.macs for entry in self.entries), count),
             "params": Polynomial(total(entry.params for entry in self.entries), count),
             "memory": self._peak,
+            "traffic": Polynomial(self.traffic_terms, count),
         }
         for name, cost in self.extra.items():
             polynomials[name] = Polynomial(dict(cost.terms), count)
@@ -177,6 +179,17 @@ class ChannelGraph:
         """Most bytes of activations that one sample needs at once. An int; a tensor of widths (N, S) gives (N,)."""
         return self.cost("memory", widths)
 
+    @overload
+    def traffic(self, widths: Tensor) -> Tensor: ...
+    @overload
+    def traffic(self, widths: Mapping[str, int] | None = None) -> int: ...
+    def traffic(self, widths: Any = None) -> Any:
+        """Bytes that all ops read and write for one sample, activations and weights; fusion is not modelled.
+
+        An int for widths; a tensor of widths (N, S) gives (N,).
+        """
+        return self.cost("traffic", widths)
+
     def memory_at(self, widths: Mapping[str, int] | None = None) -> str:
         """The layer that runs when most bytes of activations are held."""
         return self._peak.at(self._numbers(widths)).name
@@ -186,7 +199,7 @@ class ChannelGraph:
     @overload
     def cost(self, kind: str, widths: Mapping[str, int] | None = None) -> int: ...
     def cost(self, kind: str, widths: Mapping[str, int] | Tensor | None = None) -> int | Tensor:
-        """Cost of one kind: "macs", "params", "memory" or one of `extra`. An int; widths (N, S) give (N,)."""
+        """Cost of one kind: one of those above by name, or of `extra`. An int; a tensor of widths (N, S) gives (N,)."""
         polynomial = self._polynomial(kind)
         if not isinstance(widths, Tensor):
             return polynomial.evaluate(self._numbers(widths))
@@ -331,6 +344,7 @@ class ChannelGraph:
             "params": self.params(),
             "memory": self.memory(),
             "memory_at": self.memory_at(),
+            "traffic": self.traffic(),
             "prunable_share": self.prunable_share,
             "input_shape": self.input_shape,
             "fingerprint": self.fingerprint,
@@ -348,6 +362,7 @@ class ChannelGraph:
         lines = [
             f"{show_count(macs)} MACs ({macs:,}), {show_count(params)} parameters ({params:,})",
             f"{show_bytes(self.memory())} of peak activation memory, while {self.memory_at() or 'the model'} runs",
+            f"{show_bytes(self.traffic())} of traffic: what all ops read and write for one sample",
             f"{counted(len(self.spaces), 'space')}; the layers that read or write one have {self.prunable_share:.1%} "
             "of the MACs",
             "",

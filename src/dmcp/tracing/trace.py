@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp.arguments import checked
 from dmcp.errors import TraceError
-from dmcp.tracing.cost import Terms, moments, product, total
+from dmcp.tracing.cost import Terms, moments, product, total, traffic
 from dmcp.tracing.coupling import Call, Coupling, OpCost, Pass, Rule
 from dmcp.tracing.gates import Fold, plan_folds
 from dmcp.tracing.graph import Binding, ChannelGraph, CostEntry, GateFold, Unprunable
@@ -406,6 +406,8 @@ def _graph(
     coupling = context.coupling
     names = _names(coupling, coupling.atoms([name for name, _ in model.named_parameters()]))
     numbers = {atom.index: number for number, atom in enumerate(names)}
+    batch = batch_of(context.batch)
+    sample = _record_sample(model, context.example, coupling.passes[0].recording) if batch else None
     shapes = map_leaves(lambda leaf: leaf.shape[1:] if isinstance(leaf, Tensor) else None, context.example)
     return ChannelGraph(
         spaces=_spaces(coupling, names),
@@ -418,8 +420,9 @@ def _graph(
         exact=exact,
         hard_folds=_gate_folds(coupling, hard, numbers),
         soft_folds=_gate_folds(coupling, soft, numbers),
-        entries=_cost_entries(model, context, numbers),
-        moments=moments(coupling, numbers, batch_of(context.batch)),
+        entries=_cost_entries(model, coupling, numbers, batch, sample),
+        moments=moments(coupling, numbers, batch),
+        traffic_terms=traffic(coupling, numbers, _value_shares(coupling.passes[0].recording, batch, sample)),
         _context=context,
         _atoms=tuple(atom.index for atom in names),
     )
@@ -505,15 +508,25 @@ def _gate_folds(coupling: Coupling, folds: list[Fold], numbers: Mapping[int, int
 # -- costs
 
 
-def _cost_entries(model: nn.Module, context: ReplayContext, numbers: Mapping[int, int]) -> tuple[CostEntry, ...]:
+def _record_sample(model: nn.Module, example: Any, recording: Recording) -> Recording | None:
+    """The eval pass for one sample, if it runs the same ops on the same values as that for the batch."""
+    with contextlib.suppress(Exception):  # the batch size is written into the model, or it looks at values
+        single = record(model, rebatch(example, 1), training=False)
+        ops = [(op.func, op.inputs(), op.outs) for op in recording.ops]
+        if [(op.func, op.inputs(), op.outs) for op in single.ops] == ops:
+            return single
+    return None
+
+
+def _cost_entries(
+    model: nn.Module, coupling: Coupling, numbers: Mapping[int, int], batch: int | None, sample: Recording | None
+) -> tuple[CostEntry, ...]:
     """Costs per layer, in the order in which they run; parameters that no op of cost uses come last."""
-    coupling = context.coupling
-    batch = batch_of(context.batch)
     first = coupling.passes[0]
 
     # Ops without a rule are counted by torch; each sample of a batch has an equal share of that.
     costs = [*first.costs, *(_measured(op, first.recording) for op in first.unknown)]
-    shares = _per_sample(model, context.example, coupling, batch)
+    shares = _cost_shares(coupling, batch, sample)
     shares += [Fraction(1, batch or 1)] * len(first.unknown)
 
     kinds: dict[str, str] = {}
@@ -547,20 +560,32 @@ def _scaled(terms: Terms, share: Fraction) -> Terms:
     return scaled
 
 
-def _per_sample(model: nn.Module, example: Any, coupling: Coupling, batch: int | None) -> list[Fraction]:
+def _cost_shares(coupling: Coupling, batch: int | None, sample: Recording | None) -> list[Fraction]:
     """Of each op that costs something: the share that one sample has. Some ops run once for the whole batch."""
-    first = coupling.passes[0]
+    costs = coupling.passes[0].costs
     if batch is None:
-        return [Fraction(1)] * len(first.costs)
-    with contextlib.suppress(Exception):  # the batch size is written into the model, or it looks at values
-        single = couple([record(model, rebatch(example, 1), training=False)], RULES)
-        single_pass = single.passes[0]
-        if [op.func for op in single_pass.recording.ops] == [op.func for op in first.recording.ops]:
+        return [Fraction(1)] * len(costs)
+    if sample is not None:
+        with contextlib.suppress(Exception):  # a rule of the user's own may count other costs than ours
+            single = couple([sample], RULES)
             shares: list[Fraction] = []
-            for of_sample, of_batch in zip(single_pass.costs, first.costs, strict=True):
+            for of_sample, of_batch in zip(single.passes[0].costs, costs, strict=True):
                 shares.append(Fraction(_full(single, of_sample), max(1, _full(coupling, of_batch))))
             return shares
-    return [Fraction(1, batch)] * len(first.costs)
+    return [Fraction(1, batch)] * len(costs)
+
+
+def _value_shares(recording: Recording, batch: int | None, sample: Recording | None) -> dict[int, Fraction]:
+    """Of each value: the share of its numbers that one sample has. Weights are the same for any batch."""
+    shares: dict[int, Fraction] = {}
+    for value, shape in enumerate(recording.shapes):
+        if sample is not None:
+            shares[value] = Fraction(math.prod(sample.shapes[value]), max(1, math.prod(shape)))
+        elif batch is None or value in recording.own:
+            shares[value] = Fraction(1)
+        else:
+            shares[value] = Fraction(1, batch)
+    return shares
 
 
 def _full(coupling: Coupling, cost: OpCost) -> int:
