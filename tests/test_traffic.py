@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from dmcp.markov import CHAIN
+from dmcp.markov import marginals, sample_groups
 from dmcp.searching.budget import budget_loss, parse_budget, ratios
 from zoo.contract import counted_traffic
 
@@ -231,9 +231,9 @@ def test_the_expected_traffic_is_the_mean_of_samples() -> None:
     budget = parse_budget("traffic:50%", graph)
 
     def ratio(alpha: Tensor) -> Tensor:
-        return ratios(budget, graph, CHAIN.marginals(alpha) * (net.sizes > 0), net.sizes)
+        return ratios(budget, graph, marginals(alpha) * (net.sizes > 0), net.sizes)
 
-    sampled = CHAIN.sample(alpha, net.sizes, 100_000, torch.Generator().manual_seed(4))
+    sampled = sample_groups(alpha, net.sizes, 100_000, torch.Generator().manual_seed(4))
     shares = graph.traffic(sampled).double() / budget.limits[0].target
     error = shares.std() / len(shares) ** 0.5
     assert abs(shares.mean() - ratio(alpha)[0]) < 4 * error
