@@ -47,7 +47,8 @@ class OwnKernels(TorchFunctionMode):
 class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-        ctx.shape, ctx.stride = x.shape, stride
+        ctx.shape = x.shape
+        ctx.stride = stride
         with torch.cuda.device_of(x):
             images = nhwc(x)
             matrix, flipped = convolution.matrices(w)
@@ -106,7 +107,9 @@ def _is_per_channel(vector: Tensor | None, channels: int, device: torch.device) 
 def _single(value: Any) -> int:
     """n of n or (n, n); -1 for others, and for padding="same"."""
     values = {value} if isinstance(value, int) else set(value)
-    return int(values.pop()) if len(values) == 1 else -1
+    if len(values) != 1:
+        return -1
+    return int(values.pop())
 
 
 def _conv_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> tuple[Any, ...] | None:
@@ -182,7 +185,7 @@ def try_out(device: torch.device) -> None:
             for tensor, reference in pairs:
                 tolerance = 0.05 * float(reference.abs().max())
                 if not torch.allclose(tensor, reference, rtol=0.05, atol=tolerance):
-                    raise RuntimeError("own kernels do not compute here what torch's do")
+                    raise RuntimeError("on this machine they do not compute what torch computes")
 
 
 def _with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:

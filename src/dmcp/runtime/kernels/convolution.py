@@ -97,16 +97,20 @@ def _matrices_kernel(
     program_id(1) == 1 writes the matrix of the input gradient: flipped, with inputs and outputs swapped.
     """
     flip = tl.program_id(1)
-    log, size = tl.where(flip == 0, LOG, FLIP_LOG), tl.where(flip == 0, SIZE, FLIP_SIZE)
-    c, outputs = tl.where(flip == 0, C, CO), tl.where(flip == 0, CO, C)
+    log = tl.where(flip == 0, LOG, FLIP_LOG)
+    size = tl.where(flip == 0, SIZE, FLIP_SIZE)
+    c = tl.where(flip == 0, C, CO)
+    outputs = tl.where(flip == 0, CO, C)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
-    k, out = e >> log, e & ((1 << log) - 1)
-    tap, channel = k // c, k % c
-    known = (tap < TAPS) & (out < outputs)
+    k = e >> log
+    out = e & ((1 << log) - 1)
+    tap = k // c
+    channel = k % c
+    inside = (tap < TAPS) & (out < outputs)
     tap = tl.where(flip == 0, tap, TAPS - 1 - tap)
     at = (tap // 3) * s_row + (tap % 3) * s_column
     at += channel * tl.where(flip == 0, s_in, s_out) + out * tl.where(flip == 0, s_out, s_in)
-    tl.store(to + flip * SIZE + e, tl.load(w + at, mask=known, other=0.0).to(tl.bfloat16), mask=e < size)
+    tl.store(to + flip * SIZE + e, tl.load(w + at, mask=inside, other=0.0).to(tl.bfloat16), mask=e < size)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -117,14 +121,17 @@ def _forward_kernel(
     STEPS: tl.constexpr, BIAS: tl.constexpr, F32: tl.constexpr,
 ):  # fmt: skip
     """All output channels of BM output pixels; STEPS: of the unrolled loop, 0: not unrolled."""
-    C, CO = CV * V, COV * VO
+    C = CV * V
+    CO = COV * VO
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     out = tl.arange(0, BO)
     live = m < M
     image, top, left = _corner(m, S, P, OW, AREA, AREA_MAGIC, AREA_SHIFT, ROW_MAGIC, ROW_SHIFT)
     base = ((image * H + top) * W + left) * C
     bits = _taps(top, left, live, H, W, K)
-    jump, total, step = (W - K) * C, K * K * C, tl.arange(0, BK)
+    jump = (W - K) * C
+    total = K * K * C
+    step = tl.arange(0, BK)
     matrix = w + (step[:, None] * BO + out[None, :])
     acc = tl.zeros((BM, BO), tl.float32)
     if STEPS > 0:
@@ -142,7 +149,8 @@ def _forward_kernel(
             next_a = _patches(x, base, bits, start + step, jump, MAGIC, SHIFT, V)
             next_b = tl.load(matrix + start * BO)
             acc = _times(a, b, acc, F32)
-            a, b = next_a, next_b
+            a = next_a
+            b = next_b
         acc = _times(a, b, acc, F32)
     if BIAS:
         acc += tl.load(bias + out, mask=out < CO, other=0.0)[None, :]
@@ -159,12 +167,15 @@ def _strided_kernel(
     An even row 2i was read by output row i at tap 1; an odd one by i + 1 at tap 0 and by i at tap 2. A 1x1 filter
     reads even rows and columns only.
     """
-    C, CI = CV * V, CIV * VO
+    C = CV * V
+    CI = CIV * VO
     kind = tl.program_id(1)
-    odd_row, odd_column = kind // 2, kind % 2
+    odd_row = kind // 2
+    odd_column = kind % 2
     m = tl.program_id(0) * BM + tl.arange(0, BM)  # over the even pixels: no parity has more
     image, i, j = _corner(m, 1, 0, HALF, AREA, AREA_MAGIC, AREA_SHIFT, ROW_MAGIC, ROW_SHIFT)
-    row, column = 2 * i + odd_row, 2 * j + odd_column
+    row = 2 * i + odd_row
+    column = 2 * j + odd_column
     live = (m < M) & (row < H) & (column < W)
     out = tl.arange(0, BO)
     depth = C * (1 + odd_row) * (1 + odd_column)
@@ -175,7 +186,9 @@ def _strided_kernel(
         k = start + tl.arange(0, BK)
         tap = _tap(k, MAGIC, SHIFT, V)
         channel = k - tap * C
-        down, right = odd_row - (tap >> odd_column), odd_column - (tap & odd_column)  # 1: from the next output pixel
+        # 1: from the next output pixel
+        down = odd_row - (tap >> odd_column)
+        right = odd_column - (tap & odd_column)
         inside = (k < depth)[None, :] & (i[:, None] + down[None, :] < OH) & (j[:, None] + right[None, :] < OW)
         shift = (down * OW + right) * C + channel
         a = tl.load(dy + (base[:, None] + shift[None, :]), mask=live[:, None] & inside, other=0.0)
@@ -195,8 +208,10 @@ def _weight_kernel(
     PARTS: tl.constexpr, F32: tl.constexpr,
 ):  # fmt: skip
     """Partial weight gradient of SPAN output pixels: patches^T dy, for PARTS blocks of patches."""
-    C, CO = CV * V, COV * VO
-    jump, total = (W - K) * C, K * K * C
+    C = CV * V
+    CO = COV * VO
+    jump = (W - K) * C
+    total = K * K * C
     slab = tl.program_id(0)
     out = tl.arange(0, BO)
     k = tl.program_id(1) * (PARTS * BK) + tl.arange(0, BK)
@@ -210,12 +225,13 @@ def _weight_kernel(
         base = ((image * H + top) * W + left) * C
         bits = _taps(top, left, live, H, W, K)
         g = tl.load(dy + (m[:, None] * CO + out[None, :]), mask=live[:, None] & (out < CO)[None, :], other=0.0)
-        blocks, found = (), ()
+        blocks = ()
+        next_sums = ()
         for i in tl.static_range(PARTS):  # all loads first: their latencies overlap
             blocks = blocks + (_patches(x, base, bits, k + i * BK, jump, MAGIC, SHIFT, V),)
         for i in tl.static_range(PARTS):
-            found = found + (_times(tl.trans(blocks[i]), g, sums[i], F32),)
-        sums = found
+            next_sums = next_sums + (_times(tl.trans(blocks[i]), g, sums[i], F32),)
+        sums = next_sums
     to = part + slab * (total * CO)
     for i in tl.static_range(PARTS):
         at = k + i * BK
@@ -236,7 +252,8 @@ def _sum_kernel(
         where = (slab < SLABS)[:, None] & (e < size)[None, :]
         acc += tl.load(part + (slab[:, None] * size + e[None, :]), mask=where, other=0.0)
     k = e // CO
-    tap, channel = k // C, k % C
+    tap = k // C
+    channel = k % C
     to = dw + ((e % CO) * s_out + channel * s_in + (tap // K) * s_row + (tap % K) * s_column)
     tl.store(to, tl.sum(acc, axis=0), mask=e < size)
 
@@ -263,15 +280,19 @@ def _wide(channels: int) -> int:
 
 def vector(channels: int, most: int = 4) -> int:
     """Elements of a load: 8 where that divides the width, else the largest of 4, 2, 1 that does, up to `most`."""
-    found = math.gcd(channels, 8)
-    return found if found == 8 else min(found, most)
+    divisor = math.gcd(channels, 8)
+    if divisor == 8:
+        return 8
+    return min(divisor, most)
 
 
 def divider(d: int) -> tuple[int, int]:
     """MAGIC (as a signed number) and SHIFT for _quotient."""
     shift = (d - 1).bit_length()
     factor = -(-(2 ** (31 + shift)) // d)
-    return factor - 2**32 if factor >= 2**31 else factor, shift
+    if factor >= 2**31:
+        factor -= 2**32
+    return factor, shift
 
 
 def small_divider(d: int) -> tuple[int, int]:
@@ -288,39 +309,56 @@ def _geometry(k: int, stride: int, h: int, wide: int, oh: int, ow: int) -> tuple
 def matrices(w: Tensor) -> tuple[Tensor, Tensor]:
     """The weights as matrices for the output and for the input gradient. -> (elements of a patch, outputs), padded"""
     c_out, c, k, _ = w.shape
-    wide = (_wide(c_out), _wide(c))
-    sizes = [(-(-it * k * k // 64) * 64 + 64) * width for it, width in zip((c, c_out), wide, strict=True)]
-    found = torch.empty(sum(sizes), dtype=torch.bfloat16, device=w.device)
-    _matrices_kernel[(triton.cdiv(max(sizes), 1024), 2)](
-        w, found, c, c_out, k * k, *w.stride(), *(it.bit_length() - 1 for it in wide), *sizes, 1024
-    )
-    return found[: sizes[0]], found[sizes[0] :]
+    widths = (_wide(c_out), _wide(c))  # outputs of both matrices, padded
+    logs = [width.bit_length() - 1 for width in widths]
+    sizes = []
+    for channels, width in zip((c, c_out), widths, strict=True):
+        rows = -(-channels * k * k // 64) * 64 + 64
+        sizes.append(rows * width)
+    both = torch.empty(sum(sizes), dtype=torch.bfloat16, device=w.device)
+    _matrices_kernel[(triton.cdiv(max(sizes), 1024), 2)](w, both, c, c_out, k * k, *w.stride(), *logs, *sizes, 1024)
+    return both[: sizes[0]], both[sizes[0] :]
 
 
 def forward_plan(c: int, k: int) -> tuple[int, int, int]:
     """Elements of a patch in a step of the loop, unrolled steps (0: a loop), and stages of the pipeline."""
     total = c * k * k
+    depth = 32
+    if total <= 224:
+        depth = 16
     if c % 8:
-        return 16 if total <= 224 else 32, 0, 1
+        return depth, 0, 1
     if total > UNROLLED:
         return 64, 0, 3
-    depth = 16 if total <= 224 else 32
     steps = -(-total // depth)
-    return depth, next((it for it in (5, 9, 14) if it >= steps), steps), 3  # few programs for all widths
+    for count in (5, 9, 14):  # few programs for all widths
+        if count >= steps:
+            return depth, count, 3
+    return depth, steps, 3
 
 
 def convolve(x: Tensor, matrix: Tensor, c_out: int, w: Tensor, bias: Tensor | None, stride: int) -> Tensor:
     """Convolution of images (n, h, w, c) with one of the matrices of the weights w."""
     n, h, wide, c = x.shape
-    k, oh, ow = w.shape[2], (h - 1) // stride + 1, (wide - 1) // stride + 1
+    k = w.shape[2]
+    oh = (h - 1) // stride + 1
+    ow = (wide - 1) // stride + 1
     y = empty_images(n, c_out, oh, ow, x.device)
     depth, steps, stages = forward_plan(c, k)
-    m, v, vo = n * oh * ow, vector(c), vector(c_out, 1)
+    m = n * oh * ow
+    v = vector(c)
+    vo = vector(c_out, 1)
+    warps = 4
+    if v == 1:
+        warps = 8
+    any_bias = w  # a kernel without a bias is given any tensor in its place
+    if bias is not None:
+        any_bias = bias
     _forward_kernel[(triton.cdiv(m, PIXELS),)](
-        x, matrix, w if bias is None else bias, y, m, c // v, c_out // vo, *small_divider(c // v),
+        x, matrix, any_bias, y, m, c // v, c_out // vo, *small_divider(c // v),
         *_geometry(k, stride, h, wide, oh, ow),
         v, vo, PIXELS, depth, _wide(c_out), steps, bias is not None, INTERPRET,
-        num_warps=8 if v == 1 else 4, num_stages=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
@@ -332,8 +370,11 @@ def input_gradient(dy: Tensor, w: Tensor, shape: torch.Size, stride: int, matrix
         return convolve(dy, matrix, c_in, w, None, 1)
     dx = empty_images(n, c_in, h, wide, dy.device)
     _, oh, ow, c = dy.shape
-    up, half = (h + 1) // 2, (wide + 1) // 2
-    m, v, vo = n * up * half, vector(c), vector(c_in, 1)
+    up = (h + 1) // 2
+    half = (wide + 1) // 2
+    m = n * up * half
+    v = vector(c)
+    vo = vector(c_in, 1)
     _strided_kernel[(triton.cdiv(m, PIXELS), 4)](
         dy, matrix, dx, m, c // v, c_in // vo, *small_divider(c // v),
         w.shape[2], h, wide, oh, ow, half, up * half, *divider(up * half), *divider(half),
@@ -344,15 +385,25 @@ def input_gradient(dy: Tensor, w: Tensor, shape: torch.Size, stride: int, matrix
 
 def weight_plan(c: int, k: int, c_out: int, m: int) -> tuple[int, ...]:
     """Pixels of a step, elements of a block of patches, blocks of a program, groups of blocks, slabs, their pixels."""
-    total, depth = c * k * k, 16 if c % 8 else 64
-    pixels = WEIGHT_PIXELS // 2 if c % 2 else WEIGHT_PIXELS  # loads of odd widths need more registers
+    total = c * k * k
+    depth = 64
+    if c % 8:
+        depth = 16
+    pixels = WEIGHT_PIXELS
+    if c % 2:
+        pixels = WEIGHT_PIXELS // 2  # loads of odd widths need more registers
     steps = -(-total // depth)
+
+    # Blocks of a program: few kinds of programs for all widths.
     most = WEIGHT_SUMS // (depth * _wide(c_out))
-    parts = 4 if c % 8 == 0 and most > 3 and -steps % 4 < -steps % 3 else 3
-    parts = 1 if c == 1 or (c % 8 == 0 and steps == 1) or most < 3 else parts  # few programs for all widths
+    parts = 3
+    if c % 8 == 0 and most > 3 and -steps % 4 < -steps % 3:
+        parts = 4
+    if c == 1 or (c % 8 == 0 and steps == 1) or most < 3:
+        parts = 1
     groups = -(-steps // parts)
-    wanted = min(WEIGHT_PROGRAMS // groups, WEIGHT_PARTIALS // (total * c_out), -(-m // pixels))
-    span = -(-m // max(1, wanted) // pixels) * pixels  # whole blocks, rounded up
+    slabs = min(WEIGHT_PROGRAMS // groups, WEIGHT_PARTIALS // (total * c_out), -(-m // pixels))
+    span = -(-m // max(1, slabs) // pixels) * pixels  # whole blocks, rounded up
     return pixels, depth, parts, groups, -(-m // span), span
 
 
@@ -360,10 +411,12 @@ def weight_gradient(x: Tensor, dy: Tensor, w: Tensor, stride: int) -> Tensor:
     """Gradient of the weights w, in their layout, from images x and dy (n, h, w, c)."""
     n, h, wide, c = x.shape
     _, oh, ow, c_out = dy.shape
-    k, m = w.shape[2], n * oh * ow
+    k = w.shape[2]
+    m = n * oh * ow
     pixels, depth, parts, groups, slabs, span = weight_plan(c, k, c_out, m)
     part = torch.empty((slabs, k * k * c * c_out), dtype=torch.float32, device=x.device)
-    v, vo = vector(c), vector(c_out, 2)
+    v = vector(c)
+    vo = vector(c_out, 2)
     _weight_kernel[(slabs, groups)](
         x, dy, part, m, span, c // v, c_out // vo, *small_divider(c // v), *_geometry(k, stride, h, wide, oh, ow),
         v, vo, pixels, depth, _wide(c_out), parts, INTERPRET, num_stages=2,
@@ -375,7 +428,11 @@ def summed(part: Tensor, w: Tensor, c: int, c_out: int) -> Tensor:
     """The sum of partial sums (slabs, elements of a patch * outputs), in the layout of the weights w."""
     dw = torch.empty_like(w)
     slabs, size = part.shape
-    rows, block = (64, 32) if slabs > 16 else (16, 128)
+    rows = 16
+    block = 128
+    if slabs > 16:
+        rows = 64
+        block = 32
     vs = math.gcd(size, 4)
     _sum_kernel[(triton.cdiv(size, block),)](
         part, dw, slabs, *dw.stride(), w.shape[3], c, c_out, size // vs, vs, rows, block

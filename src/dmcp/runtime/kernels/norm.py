@@ -20,8 +20,10 @@ from dmcp.runtime.kernels.convolution import empty_images, nhwc, small_divider, 
 
 MOST_CHANNELS = 2048
 WHOLE = 64  # channels up to which a program takes all of them; beyond, a block
-BLOCKS, WASTE = (128, 64, 32), 1.15  # the widest block that pads channels to no more than so many times, or the last
-TILE, GRADIENT_TILE = 4096, 2048  # elements
+BLOCKS = (128, 64, 32)  # of channels: the widest that pads them to no more than WASTE times, or the last
+WASTE = 1.15
+TILE = 4096  # elements
+GRADIENT_TILE = 2048
 MOST_PROGRAMS = 512  # of a kernel that sums over rows
 REGISTERS = 128  # of a thread: four programs of four warps on a multiprocessor, so that all run at once
 MERGED = 8  # channels of a program that merges partial results
@@ -80,7 +82,7 @@ def _merge_kernel(
     """Statistics of all rows: updates the running ones; mean, scale, shift and 1 / std. -> (4, C)"""
     C = CV * V
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    known = c < C
+    inside = c < C
     means, m2 = _both(part, c, C, PROGRAMS, BP)
     counts = tl.maximum(tl.minimum(R - tl.arange(0, BP) * SPAN, SPAN), 0).to(tl.float32)[:, None]
     rows = R.to(tl.float32)
@@ -91,18 +93,18 @@ def _merge_kernel(
     scale = rate
     shift = tl.zeros((BC,), tl.float32)
     if WEIGHT:
-        scale = rate * tl.load(weight + c, mask=known, other=0.0)
+        scale = rate * tl.load(weight + c, mask=inside, other=0.0)
     if BIAS:
-        shift = tl.load(bias + c, mask=known, other=0.0)
-    tl.store(coef + c, mean, mask=known)
-    tl.store(coef + C + c, scale, mask=known)
-    tl.store(coef + 2 * C + c, shift, mask=known)
-    tl.store(coef + 3 * C + c, rate, mask=known)
+        shift = tl.load(bias + c, mask=inside, other=0.0)
+    tl.store(coef + c, mean, mask=inside)
+    tl.store(coef + C + c, scale, mask=inside)
+    tl.store(coef + 2 * C + c, shift, mask=inside)
+    tl.store(coef + 3 * C + c, rate, mask=inside)
     if RUNNING:
-        old_mean = tl.load(running_mean + c, mask=known, other=0.0)
-        old_var = tl.load(running_var + c, mask=known, other=0.0)
-        tl.store(running_mean + c, old_mean + momentum * (mean - old_mean), mask=known)
-        tl.store(running_var + c, old_var + momentum * (spread / (rows - 1.0) - old_var), mask=known)
+        old_mean = tl.load(running_mean + c, mask=inside, other=0.0)
+        old_var = tl.load(running_var + c, mask=inside, other=0.0)
+        tl.store(running_mean + c, old_mean + momentum * (mean - old_mean), mask=inside)
+        tl.store(running_var + c, old_var + momentum * (spread / (rows - 1.0) - old_var), mask=inside)
 
 
 @triton.jit
@@ -110,10 +112,10 @@ def _tile(TOTAL, CV, MAGIC, SHIFT, V: tl.constexpr, BR: tl.constexpr, BC: tl.con
     """Offsets of a tile, their channels and a mask: rows of all channels, or (FLAT) a run of elements."""
     if FLAT:
         start = tl.program_id(0) * (BR * BC)
-        place = tl.arange(0, BR * BC)
-        e = start + place
-        vectors = (start // V) % CV + place // V  # from the start of a row, so that they are small
-        c = (vectors - ((vectors * MAGIC) >> SHIFT) * CV) * V + place % V
+        element = tl.arange(0, BR * BC)
+        e = start + element
+        vectors = (start // V) % CV + element // V  # from the start of a row, so that they are small
+        c = (vectors - ((vectors * MAGIC) >> SHIFT) * CV) * V + element % V
     else:
         e = (tl.program_id(0) * BR + tl.arange(0, BR))[:, None] * BC + tl.arange(0, BC)[None, :]
         c = tl.arange(0, BC)[None, :]
@@ -126,10 +128,12 @@ def _normalize_kernel(
 ):
     """y = (x - mean) scale + shift"""
     C = CV * V
-    e, c, known = _tile(TOTAL, CV, MAGIC, SHIFT, V, BR, BC, FLAT)
-    v = tl.load(x + e, mask=known, other=0.0).to(tl.float32)
-    mean, scale, shift = tl.load(coef + c), tl.load(coef + C + c), tl.load(coef + 2 * C + c)
-    tl.store(y + e, ((v - mean) * scale + shift).to(tl.bfloat16), mask=known)
+    e, c, inside = _tile(TOTAL, CV, MAGIC, SHIFT, V, BR, BC, FLAT)
+    v = tl.load(x + e, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.load(coef + c)
+    scale = tl.load(coef + C + c)
+    shift = tl.load(coef + 2 * C + c)
+    tl.store(y + e, ((v - mean) * scale + shift).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -139,7 +143,7 @@ def _sums_kernel(x, dy, coef, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constex
     program = tl.program_id(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     mean = tl.load(coef + c, mask=c < C, other=0.0)[None, :]
-    plain = tl.zeros((BR, BC), tl.float32)
+    total = tl.zeros((BR, BC), tl.float32)
     product = tl.zeros((BR, BC), tl.float32)
     for start in range(0, SPAN, BR):
         row = program * SPAN + start + tl.arange(0, BR)
@@ -147,10 +151,10 @@ def _sums_kernel(x, dy, coef, part, R, SPAN, CV, V: tl.constexpr, BR: tl.constex
         e = row[:, None] * C + c[None, :]
         g = tl.load(dy + e, mask=where, other=0.0).to(tl.float32)
         v = tl.load(x + e, mask=where, other=0.0).to(tl.float32)
-        plain += g
+        total += g
         product += g * (v - mean)
     to = part + program * C + c
-    tl.store(to, tl.sum(plain, axis=0), mask=c < C)
+    tl.store(to, tl.sum(total, axis=0), mask=c < C)
     tl.store(to + tl.num_programs(1) * C, tl.sum(product, axis=0), mask=c < C)
 
 
@@ -159,17 +163,18 @@ def _finish_kernel(part, coef, grads, R, PROGRAMS, CV, V: tl.constexpr, BP: tl.c
     """Gradients of weight and bias, and the factors a, b and d of _gradient_kernel. -> (5, C)"""
     C = CV * V
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    known = c < C
-    plains, products = _both(part, c, C, PROGRAMS, BP)
-    plain, product = tl.sum(plains, axis=0), tl.sum(products, axis=0)
-    scale = tl.load(coef + C + c, mask=known, other=0.0)
-    rate = tl.load(coef + 3 * C + c, mask=known, other=0.0)
+    inside = c < C
+    sums, products = _both(part, c, C, PROGRAMS, BP)
+    total = tl.sum(sums, axis=0)
+    product = tl.sum(products, axis=0)
+    scale = tl.load(coef + C + c, mask=inside, other=0.0)
+    rate = tl.load(coef + 3 * C + c, mask=inside, other=0.0)
     rows = R.to(tl.float32)
-    tl.store(grads + c, product * rate, mask=known)
-    tl.store(grads + C + c, plain, mask=known)
-    tl.store(grads + 2 * C + c, scale, mask=known)
-    tl.store(grads + 3 * C + c, -scale * rate * rate * product / rows, mask=known)
-    tl.store(grads + 4 * C + c, -scale * plain / rows, mask=known)
+    tl.store(grads + c, product * rate, mask=inside)
+    tl.store(grads + C + c, total, mask=inside)
+    tl.store(grads + 2 * C + c, scale, mask=inside)
+    tl.store(grads + 3 * C + c, -scale * rate * rate * product / rows, mask=inside)
+    tl.store(grads + 4 * C + c, -scale * total / rows, mask=inside)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -179,12 +184,14 @@ def _gradient_kernel(
 ):  # fmt: skip
     """dx = a dy + b (x - mean) + d"""
     C = CV * V
-    e, c, known = _tile(TOTAL, CV, MAGIC, SHIFT, V, BR, BC, FLAT)
-    v = tl.load(x + e, mask=known, other=0.0).to(tl.float32)
-    g = tl.load(dy + e, mask=known, other=0.0).to(tl.float32)
+    e, c, inside = _tile(TOTAL, CV, MAGIC, SHIFT, V, BR, BC, FLAT)
+    v = tl.load(x + e, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(dy + e, mask=inside, other=0.0).to(tl.float32)
     mean = tl.load(coef + c)
-    a, b, d = tl.load(grads + 2 * C + c), tl.load(grads + 3 * C + c), tl.load(grads + 4 * C + c)
-    tl.store(dx + e, (a * g + b * (v - mean) + d).to(tl.bfloat16), mask=known)
+    a = tl.load(grads + 2 * C + c)
+    b = tl.load(grads + 3 * C + c)
+    d = tl.load(grads + 4 * C + c)
+    tl.store(dx + e, (a * g + b * (v - mean) + d).to(tl.bfloat16), mask=inside)
 
 
 # launches
@@ -194,15 +201,24 @@ def _wide(c: int) -> int:
     """Channels of a block: all where they are few; else blocks that waste little, so that partial results are few."""
     if c <= WHOLE:
         return max(8, 1 << (c - 1).bit_length())
-    return next((it for it in BLOCKS if -(-c // it) * it <= WASTE * c), BLOCKS[-1])
+    for block in BLOCKS:
+        padded = -(-c // block) * block
+        if padded <= WASTE * c:
+            return block
+    return BLOCKS[-1]
 
 
 def _sums(kernel: Any, *images: Tensor) -> tuple[Tensor, int, int]:
     """Launch a kernel that sums over rows; its partial results (2, programs, c), rows, and rows of a program."""
     c = images[0].shape[3]
     rows = images[0].numel() // c
-    v, wide = vector(c, 2), _wide(c)
-    high, blocks = max(1, (TILE // 2 if c % 2 else TILE) // wide), -(-c // wide)  # odd widths need more registers
+    v = vector(c, 2)
+    wide = _wide(c)
+    tile = TILE
+    if c % 2:
+        tile = TILE // 2  # odd widths need more registers
+    high = max(1, tile // wide)
+    blocks = -(-c // wide)
     span = -(-rows // max(1, MOST_PROGRAMS // blocks) // high) * high
     part = torch.empty((2, -(-rows // span), c), dtype=torch.float32, device=images[0].device)
     kernel[(blocks, part.shape[1])](*images, part, rows, span, c // v, v, high, wide, maxnreg=REGISTERS)
@@ -214,7 +230,10 @@ def _each(kernel: Any, tile: int, x: Tensor, *others: Tensor) -> Tensor:
     n, h, w, c = x.shape
     y = empty_images(n, c, h, w, x.device)
     flat = c < 8 or c & (c - 1) != 0
-    v, wide = vector(c), 1 if flat else c
+    v = vector(c)
+    wide = c
+    if flat:
+        wide = 1
     high = max(1, tile // wide)
     kernel[(triton.cdiv(x.numel(), high * wide),)](
         x, *others, y, x.numel(), c // v, *small_divider(c // v), v, high, wide, flat
@@ -226,13 +245,22 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, running, w, b, momentum, eps):
         with torch.cuda.device_of(x):
-            images, c = nhwc(x), x.shape[1]
+            images = nhwc(x)
+            c = x.shape[1]
             part, rows, span = _sums(_statistics_kernel, images)
-            programs, v = part.shape[1], math.gcd(c, 4)
+            programs = part.shape[1]
+            v = math.gcd(c, 4)
             coef = torch.empty((4, c), dtype=torch.float32, device=x.device)
-            mean, var = (part, part) if running is None else running
+            # Where there are no running statistics, no weight or no bias, the kernel is given any tensor instead.
+            mean = var = weight = bias = part
+            if running is not None:
+                mean, var = running
+            if w is not None:
+                weight = w
+            if b is not None:
+                bias = b
             _merge_kernel[(triton.cdiv(c, MERGED),)](
-                part, part if w is None else w, part if b is None else b, mean, var, coef, rows, span, programs,
+                part, weight, bias, mean, var, coef, rows, span, programs,
                 float(momentum), float(eps), c // v, v, w is not None, b is not None, running is not None,
                 triton.next_power_of_2(programs), MERGED,
             )  # fmt: skip
@@ -244,15 +272,22 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         images, coef = ctx.saved_tensors
         with torch.cuda.device_of(images):
-            dy, c = nhwc(dy.bfloat16()), images.shape[3]
+            dy = nhwc(dy.bfloat16())
+            c = images.shape[3]
             part, rows, _ = _sums(_sums_kernel, images, dy, coef)
-            programs, v = part.shape[1], math.gcd(c, 4)
+            programs = part.shape[1]
+            v = math.gcd(c, 4)
             grads = torch.empty((5, c), dtype=torch.float32, device=images.device)
             _finish_kernel[(triton.cdiv(c, MERGED),)](
                 part, coef, grads, rows, programs, c // v, v, triton.next_power_of_2(programs), MERGED
             )
-            dx = _each(_gradient_kernel, GRADIENT_TILE, images, dy, coef, grads) if ctx.needs_input_grad[0] else None
-        dw, db = (grads[i] if ctx.needs_input_grad[2 + i] else None for i in range(2))
+            dx = dw = db = None
+            if ctx.needs_input_grad[0]:
+                dx = _each(_gradient_kernel, GRADIENT_TILE, images, dy, coef, grads)
+            if ctx.needs_input_grad[2]:
+                dw = grads[0]
+            if ctx.needs_input_grad[3]:
+                db = grads[1]
         return dx, None, dw, db, None, None
 
 
