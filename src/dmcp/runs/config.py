@@ -218,9 +218,13 @@ def _recipe(network: Mapping[str, Any], macs: str, retrain: Retrain) -> RunConfi
     name = f"imagenet_{network['model']}_{millions}m"
     if retrain is Retrain.SLIMMABLE:
         name += "_slimmable"
-    groups, epochs, decay = 10, 100, 1e-4
+    groups = 10
+    epochs = 100
+    decay = 1e-4
     if network is _MOBILE:
-        groups, epochs, decay = 15, 250, 4e-5
+        groups = 15
+        epochs = 250
+        decay = 4e-5
     return RunConfig(
         recipe=name,
         batch=1024,

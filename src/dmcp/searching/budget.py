@@ -73,7 +73,9 @@ def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widt
         if least[kind] <= limit.target <= most[kind]:
             continue
         too_small = limit.target < least[kind]
-        side = "less than the smallest possible" if too_small else "more than the largest possible"
+        side = "more than the largest possible"
+        if too_small:
+            side = "less than the smallest possible"
         message = (
             f"The budget {budget.text!r} allows {show_cost(kind, limit.target)}, {side} widths cost. Choose a budget "
             f"from {describe(kind, least[kind])} to {describe(kind, most[kind])}, or change groups, align, "
@@ -119,10 +121,10 @@ def budget_loss(ratios: Tensor, tolerance: float) -> Tensor:
     Ratios, not counts: no unit can be mixed up. Every limit that is exceeded pushes down, with log(r - tolerance)
     since log|r - 1| has a pole at the target. If all are below the band, the one nearest to it pushes up.
     """
-    one = torch.ones_like(ratios)  # log(1) is 0 and has no gradient
-    down = torch.where(ratios > 1, ratios - tolerance, one).log().sum()
+    ones = torch.ones_like(ratios)  # log(1) is 0 and has no gradient
+    down = torch.where(ratios > 1, ratios - tolerance, ones).log().sum()
     binding = ratios.max()
-    up = torch.where(binding < tolerance, 1 - binding, one[0]).log()
+    up = torch.where(binding < tolerance, 1 - binding, ones[0]).log()
     return down + up
 
 
@@ -179,10 +181,15 @@ def _largest_inside(
         return low
     if not costs_too_much(high):
         return high
+    return largest_allowed(lambda number: not costs_too_much(number), low, high)
+
+
+def largest_allowed(is_allowed: Callable[[float], bool], low: float, high: float) -> float:
+    """The largest number from low, which is allowed, to high, which is not; by halving the distance 50 times."""
     for _ in range(50):
         middle = (low + high) / 2
-        if costs_too_much(middle):
-            high = middle
-        else:
+        if is_allowed(middle):
             low = middle
+        else:
+            high = middle
     return low

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmcp.budgets import Budget
 from dmcp.searching.bounds import width_bounds
-from dmcp.searching.budget import check_reachable, spent_shares
+from dmcp.searching.budget import check_reachable, largest_allowed, spent_shares
 from dmcp.settings import Bound
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
@@ -86,7 +86,10 @@ def round_to_budget(
         return graph.widths(allowed.widths(wished))
 
     # Too large a wish is scaled down to the limit, too small a one up to the tolerance.
-    most = 1.0 if spent_by_wish > 1 else tolerance
+    if spent_by_wish > 1:
+        most = 1.0
+    else:
+        most = tolerance
     scaled_wish = _scale(allowed, wish, spent, most)
     indices = allowed.nearest(scaled_wish)
 
@@ -106,17 +109,12 @@ def _scale(allowed: AllowedWidths, wish: Tensor, spent: Callable[[Tensor], float
     def fits(factor: float) -> bool:
         return spent(allowed.nearest(wish * factor)) <= most
 
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while fits(high) and bool((allowed.nearest(wish * high) < allowed.last).any()):
         low = high
         high = 2 * high
-    for _ in range(50):
-        middle = (low + high) / 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return wish * low
+    return wish * largest_allowed(fits, low, high)
 
 
 def _grow(
