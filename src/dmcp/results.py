@@ -26,13 +26,19 @@ from dmcp.training.loop import Runtime, StepRecord, Task, evaluate_counted
 from dmcp.training.losses import LowerIsBetter, Metric
 from dmcp.units import table
 
-DMCP, UNIFORM = "dmcp", "uniform"  # rows of the table
+# Rows of the table
+DMCP = "dmcp"
+UNIFORM = "uniform"
 ORIGINAL = "original"  # the model as it was given
 CUT = "right after the cut"  # a trained model that was cut and calibrated, but not trained again
 TEACHER = "teacher"  # a teacher of its own, with the architecture of the model
 _BASELINES = (ORIGINAL, CUT, TEACHER, UNPRUNED, UNIFORM)
 
-ACCURACY, LOSS, METRIC = "accuracy", "loss", "metric"  # what a score is
+# What a score is
+ACCURACY = "accuracy"
+LOSS = "loss"
+METRIC = "metric"
+
 ROUNDS = 3  # of timing, a few passes each
 _RISE = 0.1  # the part of the first loss by which the loss of a single batch may differ by chance
 
@@ -81,17 +87,18 @@ def for_budget(result: SearchResult, budget: Budget) -> SearchResult:
     If the two budgets limit different kinds of cost, the costs of the steps are unknown, and the log is left empty.
     """
     searched = {limit.kind: limit.target for limit in result.budget.limits}
-    wanted = {limit.kind: limit.target for limit in budget.limits}
-    if list(searched) != list(wanted):
+    asked = {limit.kind: limit.target for limit in budget.limits}
+    if list(searched) != list(asked):
         return replace(result, budget=budget, log=())
-    scales = [searched[kind] / wanted[kind] for kind in searched]
+    scales = [searched[kind] / asked[kind] for kind in searched]
 
-    def rescaled(record: SearchRecord) -> SearchRecord:
-        if not record.ratios:
-            return record
-        return replace(record, ratios=tuple(ratio * scale for ratio, scale in zip(record.ratios, scales, strict=True)))
-
-    return replace(result, budget=budget, log=tuple(rescaled(record) for record in result.log))
+    log: list[SearchRecord] = []
+    for record in result.log:
+        ratios = record.ratios
+        if ratios:
+            ratios = tuple(ratio * scale for ratio, scale in zip(ratios, scales, strict=True))
+        log.append(replace(record, ratios=ratios))
+    return replace(result, budget=budget, log=tuple(log))
 
 
 # measuring
@@ -137,7 +144,9 @@ def measure_networks(
 def _kind_of_score(metric: Metric | None) -> str:
     if metric is None:
         return ACCURACY
-    return LOSS if getattr(metric, "is_loss", False) else METRIC
+    if getattr(metric, "is_loss", False):
+        return LOSS
+    return METRIC
 
 
 @torch.no_grad()
@@ -176,7 +185,8 @@ def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[st
         lines.append(origin)
     if baselines:
         for row in results:
-            lines.append(f"{row.name}: {', '.join(difference(row, baseline) for baseline in baselines)}")
+            differences = [difference(row, baseline) for baseline in baselines]
+            lines.append(f"{row.name}: {', '.join(differences)}")
     lines += unknown_scores(rows)
     if rows[0].samples:
         lines.append(_test_set_note(rows[0], results))
@@ -214,7 +224,9 @@ def score(row: Row, unit: str = "%") -> str:
 
 def score_name(rows: Sequence[Row]) -> str:
     """The title of the column of scores."""
-    name = rows[0].score if rows else ACCURACY
+    name = ACCURACY
+    if rows:
+        name = rows[0].score
     if any(row.lower_is_better for row in rows):
         return f"{name} (lower is better)"
     return name
@@ -222,7 +234,9 @@ def score_name(rows: Sequence[Row]) -> str:
 
 def show_loss(loss: float | None) -> str:
     """A training loss with four digits; a dash if there is none."""
-    return "-" if loss is None else f"{loss:.4g}"
+    if loss is None:
+        return "-"
+    return f"{loss:.4g}"
 
 
 def difference(row: Row, baseline: Row) -> str:
@@ -238,12 +252,15 @@ def difference(row: Row, baseline: Row) -> str:
     if row.lower_is_better:  # a plus sign in front of a higher error would look like an improvement
         if gain == 0:
             return f"as good as {baseline.name}"
-        verdict = "better" if gain < 0 else "worse"
+        verdict = "worse"
+        if gain < 0:
+            verdict = "better"
         return f"{abs(gain):.4g} {verdict} than {baseline.name}"
     if row.score != ACCURACY:
         return f"{gain:+.4g} against {baseline.name}"
     points = f"{100 * gain:+.2f}"
-    error, baseline_error = error_of(row), error_of(baseline)
+    error = error_of(row)
+    baseline_error = error_of(baseline)
     if error is not None and baseline_error is not None:
         points += f" \N{PLUS-MINUS SIGN} {100 * math.hypot(error, baseline_error):.2f}"
     return f"{points} points against {baseline.name}"
@@ -252,7 +269,11 @@ def difference(row: Row, baseline: Row) -> str:
 def unknown_scores(rows: Sequence[Row]) -> list[str]:
     """A sentence about each network whose metric is not a number."""
     advice = "so its quality is unknown; check the metric and the outputs of the network"
-    return [f"{row.name}: its metric is {row.accuracy}, {advice}" for row in rows if math.isnan(row.accuracy)]
+    sentences = []
+    for row in rows:
+        if math.isnan(row.accuracy):
+            sentences.append(f"{row.name}: its metric is {row.accuracy}, {advice}")
+    return sentences
 
 
 def standard_error(share: float, count: int) -> float:
@@ -282,7 +303,9 @@ def last_epoch_loss(steps: Sequence[StepRecord]) -> float | None:
     last = steps[-1]
     losses = [step.loss for step in steps if step.epoch == last.epoch]
     steps_per_epoch = last.steps // (last.epoch + 1)
-    return fmean(losses) if len(losses) == steps_per_epoch else None
+    if len(losses) != steps_per_epoch:
+        return None
+    return fmean(losses)
 
 
 def divergence(name: str, losses: Sequence[float]) -> str:

@@ -29,7 +29,9 @@ def show_duration(seconds: float) -> str:
 
 def counted(number: int, word: str) -> str:
     """Return a number with its noun: 1 run, 2 runs."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"1 {word}"
+    return f"{number:,} {word}s"
 
 
 def show_shape(sizes: Sequence[int]) -> str:
@@ -52,7 +54,9 @@ def show_mean(shares: Sequence[float], sign: str = "") -> str:
 
 def show_range(low: str, high: str) -> str:
     """Return a range as text: 8–10; or one value, if both are the same."""
-    return low if low == high else f"{low}–{high}"
+    if low == high:
+        return low
+    return f"{low}–{high}"
 
 
 def show_ms(ms: float) -> str:
@@ -73,7 +77,9 @@ def show_ms(ms: float) -> str:
 def show_count(number: float) -> str:
     """Return a count with four digits and the unit that fits: 25.56M."""
     units = ("", "k", "M", "G")
-    power = int(math.log10(abs(number))) // 3 if number else 0
+    power = 0
+    if number:
+        power = int(math.log10(abs(number))) // 3
     power = min(max(power, 0), len(units) - 1)
     return f"{number / 1000**power:.4g}{units[power]}"
 

@@ -74,7 +74,7 @@ def find_slimming(problem: Problem, config: SlimmingConfig, state: Mapping[str, 
     """
     graph = problem.graph
     model = loaded(problem, state)
-    scores = [numbers_of_channels(model, places).abs().sum(dim=1) for places in _scales(model, problem)]
+    scores = [numbers_of_channels(model, scales).abs().sum(dim=1) for scales in _scales(model, problem)]
     widths = problem.round_to_budget(_above_threshold(problem, scores))
     kept = {space.name: strongest(score, widths[space.name]) for space, score in zip(graph.spaces, scores, strict=True)}
     return Choice(widths=widths, kept=kept, model=model)
@@ -114,5 +114,7 @@ def _scales(model: nn.Module, problem: Problem) -> list[list[ChannelRows]]:
     scales = [find_scales(model, problem.graph, space) for space in problem.graph.spaces]
     missing = [space.name for space, rows in zip(problem.graph.spaces, scales, strict=True) if not rows]
     if missing:
-        raise TrainingError(f"Slimming needs a BatchNorm over every space: give ignore={missing}, or another method.")
+        raise TrainingError(
+            f"Slimming needs a BatchNorm for every space: give ignore={missing}, or use another method."
+        )
     return scales

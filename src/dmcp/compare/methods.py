@@ -107,8 +107,12 @@ def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
     widths = sampling.expected(replace(result, tolerance=FILLED))
 
     # Stage 1 runs each sample through several sub-networks, stage 2 through the soft network.
-    weight_epochs = settings.epochs if settings.train_weights else settings.warmup_epochs
-    alpha_epochs = settings.epochs - settings.warmup_epochs if settings.task_loss else 0
+    weight_epochs = settings.epochs
+    if not settings.train_weights:
+        weight_epochs = settings.warmup_epochs
+    alpha_epochs = 0
+    if settings.task_loss:
+        alpha_epochs = settings.epochs - settings.warmup_epochs
     passes = samples_of(loader) * (weight_epochs * (2 + settings.subnets) + alpha_epochs)
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)
 
@@ -192,7 +196,8 @@ def _slim(net: Supernet, borders: Tensor, problem: Problem, config: AutoSlimConf
             steps = trials[best].cummin(dim=0).values
             shares = problem.shares(steps)
             index = min(int((shares > 1).sum()), len(steps) - 1)  # the first inside, or the last
-            widths, share = steps[index], shares[index]
+            widths = steps[index]
+            share = shares[index]
             runs += len(results)
             problem.log({"trials": runs, "loss": results[0].item(), "spent": share.item()})
     return widths, runs * sum(map(size_of, batches))
@@ -288,12 +293,15 @@ def choose(name: str, problem: Problem, config: Any, state: Mapping[str, Tensor]
     method = find_method(name)
     has_state = method.trained or method.prepare is not None
     with blaming(f"{name} failed", TrainingError):
-        choice = method.find(problem, config, state) if has_state else method.find(problem, config)
+        if has_state:
+            choice = method.find(problem, config, state)
+        else:
+            choice = method.find(problem, config)
         if not isinstance(choice, Choice):
             raise TrainingError(f"{name} must return a Choice, not a {type(choice).__name__}.")
         choice.check(problem)
     if method.own in (Own.FINETUNED, Own.AS_TRAINED) and choice.model is None:
-        raise TrainingError(f"{name}: its own training needs Choice(model=...).")
+        raise TrainingError(f"{name}: a method with its own training must return the network, too: Choice(model=...).")
     return choice
 
 
@@ -304,7 +312,9 @@ def chooser(name: str, problem: Problem, once: bool) -> Callable[[Budget], Choic
     """
     method = find_method(name)
     config = method.config()
-    state = method.prepare(problem, config).state if method.prepare else None
+    state = None
+    if method.prepare:
+        state = method.prepare(problem, config).state
     if not once:  # the checkpoints of several budgets would have the same name
         problem = replace(problem, runtime=replace(problem.runtime, checkpointer=None))
     return lambda budget: choose(name, replace(problem, budget=budget), config, state)

@@ -121,7 +121,10 @@ class Choice:
             if not low <= width <= high:
                 raise BudgetError(f"The widths have {width} channels in {name}, where {low} to {high} are allowed.")
             kept = self.kept.get(name, problem.graph.full[name])
-            count = kept if isinstance(kept, int) else len(kept)
+            if isinstance(kept, int):
+                count = kept
+            else:
+                count = len(kept)
             if count != width:
                 raise TrainingError(f"The width of {name} is {width}, but {count} channels are kept.")
 

@@ -131,7 +131,9 @@ def problem_of(
             net, min_channels=search.min_channels, max_channels=search.max_channels, align=search.align
         )
         min_widths, widest = extreme_widths(graph, limits.sizes)
-        max_widths = widest if search.max_channels else None
+        max_widths = None
+        if search.max_channels:
+            max_widths = widest
     return Problem(
         model=subject.model,
         graph=graph,

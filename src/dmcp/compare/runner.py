@@ -100,7 +100,9 @@ class OneRun:
     def _clock(self) -> Iterator[None]:
         """Count the seconds of the work inside; those of earlier starts are added."""
         path = self.files.folder / _SPENT
-        before = float(read_json(path)["seconds"]) if path.exists() else 0.0
+        before = 0.0
+        if path.exists():
+            before = float(read_json(path)["seconds"])
         start = time.perf_counter()
         try:
             yield
@@ -156,7 +158,10 @@ class OneRun:
 
         kept: dict[str, Any] = {}
         for name, channels in choice.kept.items():
-            kept[name] = channels if isinstance(channels, int) else torch.as_tensor(channels).tolist()
+            if isinstance(channels, int):
+                kept[name] = channels
+            else:
+                kept[name] = torch.as_tensor(channels).tolist()
         facts = {
             "widths": choice.widths.to_json(),
             "kept": kept,
@@ -170,7 +175,9 @@ class OneRun:
     def _restore_choice(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Choice:
         """The choice of a checkpoint."""
         subject = self.subject
-        model = narrow(subject.model, {}, {}) if facts["has_model"] else None
+        model = None
+        if facts["has_model"]:
+            model = narrow(subject.model, {}, {})
         self._weights(model).restore(tensors, [], current())
         widths = subject.graph.widths(Widths.from_json(facts["widths"]))
         return Choice(widths=widths, kept=facts["kept"], model=model, sample_passes=facts["sample_passes"])
@@ -187,7 +194,9 @@ class OneRun:
 
     def _weights(self, model: nn.Module | None) -> State:
         """The state of a checkpoint that has no more than a network."""
-        weights = model.state_dict() if model else {}
+        weights = {}
+        if model:
+            weights = model.state_dict()
         return State(weights, dict, [], [], [], self.device)
 
     # the networks
@@ -204,7 +213,8 @@ class OneRun:
 
     def _train_chosen(self, choice: Choice) -> dict[str, nn.Module]:
         """The chosen network, trained from scratch and in the way of the method's authors, as far as both are asked."""
-        planned, subject = self.planned, self.subject
+        planned = self.planned
+        subject = self.subject
         training = planned.own_training
         nets: dict[str, nn.Module] = {}
         name = title(planned.method)

@@ -120,31 +120,47 @@ def _make_line(group: Sequence[tuple[Result, Row]], results: Mapping[str, Result
     run = runs[0].run
     training = networks[0].name
 
+    # Figures of all seeds: a list, or the smallest and the largest.
     accuracies = [network.accuracy for network in networks]
     macs = [network.macs for network in networks]
     params = [network.params for network in networks]
     shares = [network.macs / result.full_macs for result, network in group]
-    costs = [_search_cost(result, results, folder) for result in runs]
-    has_uniform_widths = run.method != UNIFORM and all(_is_like_uniform(result, results) for result in runs)
+    deviation = None
+    if len(accuracies) > 1:
+        deviation = stdev(accuracies)
+
+    # What it took to choose the widths.
+    seconds = []
+    sample_passes = []
+    for result in runs:
+        search_seconds, passes = _search_cost(result, results, folder)
+        seconds.append(search_seconds)
+        sample_passes.append(passes)
+
+    # Widths that are uniform's in every seed were trained once, by uniform.
+    same_as = ""
+    if run.method != UNIFORM and all(_is_like_uniform(result, results) for result in runs):
+        same_as = UNIFORM
+
     return Line(
         method=title(run.method),
         budget=run.budget,
         training=training,
-        same_as=UNIFORM if has_uniform_widths else "",
+        same_as=same_as,
         own=training != SAME,
         way=training,
         seeds=[result.run.seed for result in runs],
         accuracies=accuracies,
         mean=fmean(accuracies),
         ms=networks[0].ms,
-        deviation=stdev(accuracies) if len(accuracies) > 1 else None,
+        deviation=deviation,
         train_losses=[network.train_loss for network in networks],
         widths=[dict(result.widths) for result in runs],
         macs=[min(macs), max(macs)],
         params=[min(params), max(params)],
         macs_share=[min(shares), max(shares)],
-        search_seconds=fmean(seconds for seconds, _ in costs),
-        sample_passes=fmean(passes for _, passes in costs),
+        search_seconds=fmean(seconds),
+        sample_passes=fmean(sample_passes),
     )
 
 
@@ -162,7 +178,7 @@ def _search_cost(result: Result, results: Mapping[str, Result], folder: Path) ->
     if not run.uses:
         return result.seconds, result.sample_passes
     if run.uses not in results:
-        raise FileError(f"{folder}: {run.uses}, which {run.name} started from, is not there.")
+        raise FileError(f"{folder}: {run.uses}, which {run.name} started from, is missing.")
     start = results[run.uses]
     return result.seconds + start.seconds, result.sample_passes + start.sample_passes
 
@@ -173,17 +189,20 @@ def _order(result: Result) -> tuple[Any, ...]:
     Within a budget our methods come first, in the order of METHODS.
     """
     run = result.run
-    share = _macs_share(run.budget) if run.budget else float("inf")
-    methods = list(METHODS)
-    rank = methods.index(run.method) if run.method in methods else len(methods)
+    share = float("inf")  # unpruned
+    if run.budget:
+        share = _macs_share(run.budget)
+    ranks = {method: rank for rank, method in enumerate(METHODS)}
+    rank = ranks.get(run.method, len(ranks))
     return -share, run.budget, rank, title(run.method), run.seed
 
 
 def _macs_share(budget: str) -> float:
     """The share of MACs that is the whole budget; -1 for any other budget."""
     targets = read_budget(budget).targets
-    is_macs_share = len(targets) == 1 and targets[0].kind == MACS and targets[0].is_share
-    return float(targets[0].amount) if is_macs_share else -1.0
+    if len(targets) == 1 and targets[0].kind == MACS and targets[0].is_share:
+        return float(targets[0].amount)
+    return -1.0
 
 
 # the page: text
@@ -262,11 +281,15 @@ def _spread_of_losses(losses: Sequence[float | None]) -> str:
     numbers = [loss for loss in losses if loss is not None]
     if not numbers:
         return ""
-    deviation = f" ± {stdev(numbers):.2g}" if len(numbers) > 1 else ""
+    deviation = ""
+    if len(numbers) > 1:
+        deviation = f" ± {stdev(numbers):.2g}"
     return f"{fmean(numbers):.4g}{deviation} ({len(numbers)})"
 
 
 def _in_millions(count: float) -> str:
     """1,234.5 or 0.00123."""
     millions = count / 1e6
-    return f"{millions:,.1f}" if millions >= 1 else f"{millions:.3g}"
+    if millions >= 1:
+        return f"{millions:,.1f}"
+    return f"{millions:.3g}"

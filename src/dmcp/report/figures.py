@@ -123,8 +123,12 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
 @_style()
 def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None) -> Figure:
     """Expected cost over target of each limit, and the band in which the budget loss is zero."""
-    steps = [record.step for record in log if record.ratios is not None]
-    ratios = [record.ratios for record in log if record.ratios is not None]
+    steps = []
+    ratios = []
+    for record in log:
+        if record.ratios is not None:
+            steps.append(record.step)
+            ratios.append(record.ratios)
     figure, (axes,) = _panels(5.6, 3.3)
     if tolerance:
         axes.axhspan(tolerance, 1, color=GREEN, alpha=0.25, lw=0, label=f"allowed, {tolerance:.0%} to 100%")
@@ -133,7 +137,9 @@ def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance:
     for number, name in enumerate(names):
         _curve(axes, steps, [limits[number] for limits in ratios], name, number)
     axes.set(title="Expected cost over the search", xlabel="search step", ylabel="expected cost over the budget")
-    last_step = log[-1].step if log else 0
+    last_step = 0
+    if log:
+        last_step = log[-1].step
     low, high = axes.get_ylim()
     axes.set(xlim=(0, max(last_step, 1)), ylim=(min(low, 0.9), max(high, 1.05)))
     _in_percent(axes.yaxis)
@@ -154,7 +160,9 @@ def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
 def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], name: str, number: int) -> None:
     """A line through the means of neighbouring steps, or a dot if there is one step only."""
     points = min(len(steps), _MAX_POINTS)
-    marker = "o" if points == 1 else None
+    marker = None
+    if points == 1:
+        marker = "o"
     axes.plot(
         _means(steps, points), _means(values, points), color=_color(name, number), lw=1.5, marker=marker, label=name
     )
@@ -184,7 +192,12 @@ def widths_per_space(spaces: Sequence[SpaceWidth], title: str) -> Figure:
         heights = range(len(part))
         axes.barh(heights, [1.0] * len(part), color=GREY, alpha=0.4, height=0.75, label="before")
         axes.barh(heights, [space.kept / space.before for space in part], color=BLUE, height=0.75, label="kept")
-        marks = [math.nan if space.expected is None else space.expected / space.before for space in part]
+        marks = []
+        for space in part:
+            expected = math.nan  # is not drawn
+            if space.expected is not None:
+                expected = space.expected
+            marks.append(expected / space.before)
         axes.plot(marks, heights, "|", color=INK, ms=9, mew=1.5, label="expected, before rounding")
         for height, space in enumerate(part):
             axes.text(1.02, height, f"{space.kept} of {space.before}", va="center", fontsize=8, clip_on=False)
@@ -197,7 +210,9 @@ def widths_per_space(spaces: Sequence[SpaceWidth], title: str) -> Figure:
 
 def _shorten(name: str) -> str:
     """The end of a name that is too long."""
-    return name if len(name) <= _MAX_NAME else f"…{name[1 - _MAX_NAME :]}"
+    if len(name) <= _MAX_NAME:
+        return name
+    return f"…{name[1 - _MAX_NAME :]}"
 
 
 # accuracies

@@ -46,7 +46,8 @@ def _finish_budgets(run: Run, result: PruneResult, notes: Sequence[str]) -> list
     warnings: list[str] = []
     for name, budget_result in result.by_budget.items():
         part = _write_budget(run, name, budget_result)
-        warnings += [f"{name}: {warning}" for warning in finish(part, budget_result, notes)]
+        for warning in finish(part, budget_result, notes):
+            warnings.append(f"{name}: {warning}")
     figures: list[Path] = []
     if result.rows[0].score == ACCURACY:  # the axis has shares
         figures.append(save_figure(accuracy_over_cost(_points(result)), run.folder / _FRONT))
@@ -71,10 +72,12 @@ def _write_budget(run: Run, name: str, result: PruneResult) -> Run:
     # The log of the search, of the trainings of these networks, and of their tests.
     records = []
     if result.search is not None:
-        records += [{"stage": "search"} | asdict(step) for step in result.search.log]
+        for search_step in result.search.log:
+            records.append({"stage": "search"} | asdict(search_step))
     for row in result.rows:
         steps = run.records(f"{row.name} {name}") or run.records(row.name)
-        records += [{"stage": row.name} | step for step in steps]
+        for step in steps:
+            records.append({"stage": row.name} | step)
     part.write(LOG, "".join(f"{json.dumps(record)}\n" for record in records))
     for row in result.rows:
         part.on_event(Event("test", 0, row))
@@ -119,13 +122,16 @@ def _report(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path
 
     if result.latency is not None and result.latency.warning:
         lines.append(f"- **{result.latency.warning}**")
-    lines += [f"- **{warning}**" for warning in warnings]
+    for warning in warnings:
+        lines.append(f"- **{warning}**")
 
     lines += ["", results_table(result.rows, result.graph, result.origin), ""]
     lines += ["| space | channels | kept |", "|---|---:|---:|"]
-    lines += [f"| {space.name} | {space.size} | {result.widths[space.name]} |" for space in result.graph.spaces]
-    lines += [""]
-    lines += [f"![{path.stem}]({path.name})\n" for path in figures]
+    for space in result.graph.spaces:
+        lines.append(f"| {space.name} | {space.size} | {result.widths[space.name]} |")
+    lines.append("")
+    for path in figures:
+        lines.append(f"![{path.stem}]({path.name})\n")
     lines += [f"The settings are in {SETTINGS}, every step in {LOG}.", ""]
     return "\n".join(lines)
 
@@ -134,10 +140,13 @@ def _report_of_budgets(result: PruneResult, warnings: Sequence[str], figures: Se
     """The results for several budgets as Markdown, with links to the report of each."""
     budgets = ", ".join(part.budget.text for part in result.by_budget.values())
     lines = [f"# {type(result.model).__name__}, budgets {budgets}", ""]
-    lines += [f"- **{warning}**" for warning in warnings]
+    for warning in warnings:
+        lines.append(f"- **{warning}**")
     lines += ["", results_table(result.rows, result.graph, result.origin), ""]
-    lines += [f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures" for name in result.by_budget]
-    lines += [""]
-    lines += [f"![{path.stem}]({path.name})" for path in figures]
-    lines += [""]
+    for name in result.by_budget:
+        lines.append(f"- [{name}]({quote_url(name)}/{REPORT}): its network, widths and figures")
+    lines.append("")
+    for path in figures:
+        lines.append(f"![{path.stem}]({path.name})")
+    lines.append("")
     return "\n".join(lines)

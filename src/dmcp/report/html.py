@@ -43,11 +43,14 @@ def make_page(runs: Sequence[PastRun]) -> str:
     overview = ""
     if points:
         overview = figures.to_svg(figures.accuracy_over_cost(points), "overview")
-    score_names = {score_name([run.result]) for run in runs if run.result} or {ACCURACY}
+    title = runs[0].name
+    if len(runs) > 1:
+        title = f"{len(runs)} runs"
+    score_names = {score_name([run.result]) for run in runs if run.result}
     data_sets = {run.setting("data") for run in runs}
     return _template().render(
-        title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
-        score_name=" or ".join(sorted(score_names)),
+        title=title,
+        score_name=" or ".join(sorted(score_names)) or ACCURACY,
         overview=overview,
         several_sets=len(data_sets) > 1,
         runs=[_describe(number, run) for number, run in enumerate(runs, start=1)],
@@ -59,8 +62,11 @@ def _template() -> Template:
     """The template of the page. Every text that it is given is escaped, and loses its control characters."""
     import jinja2
 
+    def printable(value: Any) -> Any:
+        return make_printable(value) if type(value) is str else value
+
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    env.finalize = lambda value: make_printable(value) if type(value) is str else value
+    env.finalize = printable
     return env.from_string(Path(__file__).with_name("page.html").read_text())
 
 
@@ -70,7 +76,9 @@ def _points(runs: Sequence[PastRun]) -> list[figures.Point]:
     for number, run in enumerate(runs, start=1):
         for row in run.rows:
             if row.score == ACCURACY:  # the axis has shares
-                text = str(number) if row.name == DMCP and len(runs) > 1 else ""
+                text = ""
+                if row.name == DMCP and len(runs) > 1:
+                    text = str(number)
                 points.append(figures.Point(row.name, text, row.macs, row.accuracy, error_of(row) or 0.0))
     return sorted(points, key=lambda point: point.kind != DMCP)
 
@@ -86,13 +94,15 @@ def summary(run: PastRun) -> str:
     parts = []
     share = run.share("macs")
     if share:
-        is_half = _HALF[0] <= share < _HALF[1]
-        parts.append("Half the MACs" if is_half else f"{percent(share)} of the MACs")
+        size = f"{percent(share)} of"
+        if _HALF[0] <= share < _HALF[1]:
+            size = "Half"
+        parts.append(f"{size} the MACs")
     speed = _speed(run, row)
     if speed:
         parts.append(f"{speed.factor:.2f} × as fast")
-    gaps = _gaps(run, row)
-    parts.append(gaps[0] if gaps else f"{score_name([row])}, {row.name} {_score(row)}")
+    gaps = _gaps(run, row) or [f"{score_name([row])}, {row.name} {_score(row)}"]
+    parts.append(gaps[0])
     return ", ".join(parts)
 
 
@@ -165,7 +175,9 @@ def _tiles(run: PastRun) -> list[Tile]:
             tiles.append(Tile("Speed", f"{speed.factor:.2f} ×", times))
         tiles.append(_cost_tile(run, row, "macs", "MACs kept"))
         weights = run.folder / WEIGHTS
-        size = f", {show_bytes(weights.stat().st_size)} on disk" if weights.is_file() else ""
+        size = ""
+        if weights.is_file():
+            size = f", {show_bytes(weights.stat().st_size)} on disk"
         tiles.append(_cost_tile(run, row, "params", "Parameters kept", size))
     budget = run.setting("search", "budget")
     if budget:
@@ -178,8 +190,11 @@ def _tiles(run: PastRun) -> list[Tile]:
 
 def _gaps(run: PastRun, row: Row) -> list[str]:
     """How much better or worse the network is than each other one."""
-    gaps = [difference(row, baseline) for baseline in run.rows if baseline is not row]
-    return [gap.replace("-", "\N{MINUS SIGN}") for gap in gaps]
+    gaps = []
+    for baseline in run.rows:
+        if baseline is not row:
+            gaps.append(difference(row, baseline).replace("-", "\N{MINUS SIGN}"))
+    return gaps
 
 
 class Speed(NamedTuple):
@@ -203,7 +218,9 @@ def _speed(run: PastRun, row: Row) -> Speed | None:
         times = {baseline.name: baseline.ms for baseline in run.rows if baseline.batch and baseline is not row}
         before = times.get(UNPRUNED) or times.get(ORIGINAL) or 0.0
         speed = Speed(before, row.ms, f"for {row.batch} samples in torch")
-    return speed if speed.before_ms and speed.after_ms else None
+    if not (speed.before_ms and speed.after_ms):
+        return None
+    return speed
 
 
 def _cost_tile(run: PastRun, row: Row, kind: str, title: str, more: str = "") -> Tile:
@@ -239,15 +256,22 @@ def _widths(run: PastRun) -> list[tuple[Any, ...]]:
 
 def _settings(run: PastRun) -> list[tuple[str, str]]:
     """Settings by their names, like search.epochs; those that the page shows elsewhere are left out."""
-    settings: list[tuple[str, Any]] = []
+    by_name: dict[str, Any] = {}
     for key, value in run.settings.items():
         if key in ("argv", "unpruned"):
             continue
         if isinstance(value, dict):
-            settings += [(f"{key}.{name}", item) for name, item in value.items()]
+            by_name |= {f"{key}.{name}": entry for name, entry in value.items()}
         else:
-            settings.append((key, value))
-    return [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings]
+            by_name[key] = value
+
+    settings = []
+    for name, value in by_name.items():
+        text = value
+        if not isinstance(value, str):
+            text = json.dumps(value)
+        settings.append((name, text))
+    return settings
 
 
 # the charts
@@ -282,7 +306,9 @@ def _charts(run: PastRun) -> list[Figure]:
 def _tolerance(run: PastRun) -> float | None:
     """The tolerance of the search, if its settings have one that can be."""
     tolerance = value_at(run.settings, "search", "tolerance")
-    return tolerance if isinstance(tolerance, float) and 0 < tolerance < 1 else None
+    if isinstance(tolerance, float) and 0 < tolerance < 1:
+        return tolerance
+    return None
 
 
 def _search_losses(run: PastRun) -> dict[str, dict[int, float]]:

@@ -55,7 +55,9 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
 
     def on_event(self, event: Event) -> None:
         """Send the numbers of a step, or of a row of the final table."""
-        step = event.record.step if isinstance(event.record, SearchRecord | StepRecord) else 0
+        step = 0
+        if isinstance(event.record, SearchRecord | StepRecord):
+            step = event.record.step
         values = scalars(event, self.limits)
         if values:
             for name, service in list(self.services.items()):
