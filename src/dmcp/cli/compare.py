@@ -84,11 +84,15 @@ def compare(config: RunConfig, request: Request) -> None:
 def _commands(runs: Sequence[PlannedRun], folder: Path) -> list[Command]:
     """The command of each run, which waits for the run whose network it starts from, unless that is done already."""
     names = {run.name for run in runs}
-    debug = ("--debug",) if "--debug" in sys.argv else ()
+    debug: tuple[str, ...] = ()
+    if "--debug" in sys.argv:
+        debug = ("--debug",)
     commands = []
     for run in runs:
         words = ("compare-run", str(folder / PLANS / f"{run.name}.json"), str(folder / run.name), *debug)
-        after = (run.uses,) if run.uses in names else ()
+        after: tuple[str, ...] = ()
+        if run.uses in names:
+            after = (run.uses,)
         commands.append(Command(run.name, words, after))
     return commands
 
@@ -202,4 +206,6 @@ def _state(folder: Path) -> str:
     """How far a run is: done, begun or missing."""
     if protocol.is_done(folder):
         return "done"
-    return "begun" if protocol.is_begun(folder) else "missing"
+    if protocol.is_begun(folder):
+        return "begun"
+    return "missing"

@@ -148,7 +148,9 @@ def _read_value(option: Option, value: Any) -> Any:
         return choose_middle(value)
     if option.name == "teacher" and value == "none":
         return ""
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def read_bound(option: str, texts: Iterable[str]) -> Bound:
@@ -160,7 +162,9 @@ def read_bound(option: str, texts: Iterable[str]) -> Bound:
             word = option_word(option)
             raise DmcpError(f"{word} {text}: write {word} 8, or {word} layer1=8 for a module or space.")
         numbers[name] = int(number)
-    return numbers[""] if numbers.keys() == {""} else numbers
+    if numbers.keys() == {""}:
+        return numbers[""]
+    return numbers
 
 
 # the settings of a run
@@ -319,7 +323,10 @@ def check_typed(run: Path, config: RunConfig, typed: Mapping[str, Any]) -> None:
     needs = needs_typing(config)
     for option in needs.keys() & typed.keys():
         value = typed[option]
-        text = value if isinstance(value, str) else ",".join(value)
+        if isinstance(value, str):
+            text = value
+        else:
+            text = ",".join(value)
         if text != needs[option]:
             arguments = getattr(config, f"{option}_args", ())
             words = quote(" ".join((needs[option], *arguments)))

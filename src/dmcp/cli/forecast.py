@@ -53,7 +53,8 @@ def dry_run(config: RunConfig, request: Request) -> None:
     """Show what a run would do and how long it would take, from a few steps of copies."""
     check_method(config.method)
     job = with_checked_budgets(open_checked(config, request.typed))
-    config, graph = job.config, job.graph
+    config = job.config
+    graph = job.graph
     device = device_of(job.model)
     assert config.search is not None
     low, high = reachable(graph, config.search)
@@ -68,7 +69,9 @@ def dry_run(config: RunConfig, request: Request) -> None:
     stages = _held_back(stages, pace, remedy)
     steps = sum(stage.steps for stage in stages)
     seconds = sum(stage.seconds for stage in stages)
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    memory = None
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device)
 
     if request.as_json:
         asked = []
@@ -153,7 +156,8 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
 
     images: in the batches of these steps, whose time is scaled to the batches of the run.
     """
-    config, graph = job.config, job.graph
+    config = job.config
+    graph = job.graph
     search = config.search
     assert search is not None
     loader = with_batch_size(job.loaders.search, images)
@@ -184,14 +188,14 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
     net = Supernet(job.model, graph, search.groups, search.align)
     full_step = seconds_per_step(train_unpruned)
     stages: list[Stage] = []
-    for row in phases(_planned(job, budgets), job.test)[:-1]:  # without the tests
-        seconds = row.steps * row.work * full_step
-        if row.name == SEARCH:  # how long other methods choose is not measured
+    for phase in phases(_planned(job, budgets), job.test)[:-1]:  # without the tests
+        seconds = phase.steps * phase.work * full_step
+        if phase.name == SEARCH:  # how long other methods choose is not measured
             search_step = seconds_per_step(search_both_stages)
-            warmup_steps = row.steps * search.warmup_epochs / search.epochs
+            warmup_steps = phase.steps * search.warmup_epochs / search.epochs
             saved = warmup_steps * min(search_step, full_step / 2)  # the alphas do not move in the warm-up
-            seconds = search.accumulate * (row.steps * search_step - saved)
-        stages.append(Stage(row.name, row.steps, seconds))
+            seconds = search.accumulate * (phase.steps * search_step - saved)
+        stages.append(Stage(phase.name, phase.steps, seconds))
     return stages
 
 
@@ -203,8 +207,12 @@ def _planned(job: Job, budgets: Mapping[str, Budget]) -> PruneJob:
     if teacher == AUTO:
         teacher = None
         if config.retrain in (Retrain.FINETUNE, Retrain.SCRATCH):
-            teacher = job.model if config.weights else UNPRUNED
-    baselines = {UNPRUNED, UNIFORM} if config.baselines else set()
+            teacher = UNPRUNED
+            if config.weights:
+                teacher = job.model
+    baselines = set()
+    if config.baselines:
+        baselines = {UNPRUNED, UNIFORM}
     return PruneJob(
         model=job.model,
         graph=job.graph,

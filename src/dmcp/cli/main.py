@@ -152,11 +152,15 @@ def _sentence(error: BaseException, code: int) -> str:
     """What went wrong, for the person who typed the command."""
     if isinstance(error, _UsageError):
         context = error.ctx  # type: ignore[attr-defined]
-        command = context.command_path if context else "dmcp"
+        command = "dmcp"
+        if context:
+            command = context.command_path
         return f"{error.format_message()} (See {command} --help.)"  # type: ignore[attr-defined]
     if isinstance(error, OSError) and not isinstance(error, DmcpError):  # a full disk, a folder nobody may read
         reason = error.strerror or str(error)
-        return f"{error.filename}: {reason}." if error.filename else f"{reason}."
+        if error.filename:
+            return f"{error.filename}: {reason}."
+        return f"{reason}."
     if isinstance(error, MemoryError):
         return "out of memory: try a smaller --batch."
     if code == _EXIT[Exception]:
@@ -167,7 +171,10 @@ def _sentence(error: BaseException, code: int) -> str:
 def _show_warning(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> None:
     """Print our own warnings as a sentence only: where they are in the code is of no use at the command line."""
     is_ours = category.__module__.partition(".")[0] == "dmcp"
-    text = f"{message}\n" if is_ours else warnings.formatwarning(message, category, file, line)
+    if is_ours:
+        text = f"{message}\n"
+    else:
+        text = warnings.formatwarning(message, category, file, line)
     print(text, end="", file=sys.stderr)
 
 
@@ -420,7 +427,9 @@ def latency(
         input=input,
         device=device,
     )
-    timed_on = device if runtime is RuntimeKind.ONNX else ""  # else on the device of the network
+    timed_on = ""  # else on the device of the network
+    if runtime is RuntimeKind.ONNX:
+        timed_on = device
     settings = LatencyConfig(batch=batch, device=timed_on, dtype=dtype, runtime=runtime, networks=networks)
     _late("show").latency(config, classes, settings, out, as_json)
 

@@ -86,14 +86,18 @@ def takes_settings(run: Callable[[Request], None]) -> Callable[..., None]:
 def _all_options(command: str) -> dict[str, Option]:
     """Every option; those of dmcp compare replace others of the same name."""
     options = SETTINGS_OPTIONS | _REQUEST_OPTIONS
-    return options | _COMPARISON_OPTIONS if command == "compare" else options
+    if command == "compare":
+        options |= _COMPARISON_OPTIONS
+    return options
 
 
 def _parameter(option: Option, command: str) -> inspect.Parameter:
     """The option as a parameter that typer reads; a setting of a run is None unless it is typed."""
     described = option.setting
     is_setting = option is SETTINGS_OPTIONS.get(option.name)
-    default = None if is_setting or described.default == () else described.default
+    default = None
+    if not is_setting and described.default != ():
+        default = described.default
     details: dict[str, Any] = {
         "rich_help_panel": option.group,
         "show_default": False,
@@ -122,18 +126,23 @@ def _parameter(option: Option, command: str) -> inspect.Parameter:
 def _typed_as(described: Setting) -> Any:
     """The type of the words of an option; what is no plain value is a list of texts, and read later."""
     is_enum = isinstance(described.type, type) and issubclass(described.type, StrEnum)
-    return described.type if is_enum or described.type in _PLAIN_TYPES else list[str]
+    if is_enum or described.type in _PLAIN_TYPES:
+        return described.type
+    return list[str]
 
 
 def _help_text(described: Setting, command: str) -> str:
     """The help of a setting and its default, where the help does not say it."""
     default = described.shown
     if default == AUTOMATIC:
-        has_dry_run = command in _REQUEST_OPTIONS["dry_run"].commands
-        default = "automatic (shown by --dry-run)" if has_dry_run else "automatic (written to settings.json)"
+        default = "automatic (written to settings.json)"
+        if command in _REQUEST_OPTIONS["dry_run"].commands:
+            default = "automatic (shown by --dry-run)"
     elif not default:
         default = _default_words(described.default)
-    return f"{described.help} Default: {default}." if default else described.help
+    if not default:
+        return described.help
+    return f"{described.help} Default: {default}."
 
 
 def _default_words(value: object) -> str:

@@ -38,10 +38,13 @@ from dmcp.training.loop import Task
 def prune(config: RunConfig, request: Request) -> None:
     """dmcp prune, and dmcp search, which stops after the cut."""
     check_method(config.method)
-    with session(config, request, lambda job: with_checked_budgets(job, request.resume)) as here:
-        job, config = here.job, here.job.config
+    with session(config, request, lambda job: with_checked_budgets(job, request.resume)) as begun:
+        job = begun.job
+        config = job.config
         assert config.search is not None
-        baselines = {UNPRUNED, UNIFORM} if config.baselines else set()
+        baselines = set()
+        if config.baselines:
+            baselines = {UNPRUNED, UNIFORM}
         if config.weights and not job.new_head:
             baselines |= {ORIGINAL}
         result = pruning.prune(
@@ -57,16 +60,16 @@ def prune(config: RunConfig, request: Request) -> None:
             baselines=baselines,
             graph=job.graph,
             task=Task(fresh=job.fresh),
-            runtime=here.runtime,
+            runtime=begun.runtime,
         )
-        replaced = here.replaced()
-        if not here.world.first:
+        replaced = begun.replaced()
+        if not begun.world.first:
             return
-        log(*finish(here.run, result, describe_replaced(replaced)))
+        log(*finish(begun.run, result, describe_replaced(replaced)))
     if request.as_json:
-        print_json(_facts_of_all(here.run.folder, result, replaced))
+        print_json(_facts_of_all(begun.run.folder, result, replaced))
     else:
-        _print_result(here.run.folder, result)
+        _print_result(begun.run.folder, result)
 
 
 def _print_result(folder: Path, result: PruneResult) -> None:
@@ -106,15 +109,22 @@ def _facts(folder: Path, result: PruneResult, replaced: Replaced) -> dict[str, A
 
 def train(config: RunConfig, request: Request) -> None:
     """dmcp train: a network with given widths, or unpruned."""
-    name = DMCP if config.widths else UNPRUNED
-    with session(config, request) as here:
-        job, config = here.job, here.job.config
-        graph, loader = job.graph, job.loaders.final
-        widths = read_widths(Path(config.widths), graph) if config.widths else graph.full
+    with session(config, request) as begun:
+        job = begun.job
+        config = job.config
+        graph = job.graph
+        loader = job.loaders.final
+        name = UNPRUNED
+        widths = graph.full
+        if config.widths:
+            name = DMCP
+            widths = read_widths(Path(config.widths), graph)
         retraining = Retraining(config=config.train, kind=config.retrain, teacher=job.chosen_teacher)
 
         # Rows of networks that are trained already: the model as given, and another network that teaches.
-        other_teacher = None if job.teacher is job.model else job.teacher
+        other_teacher = None
+        if job.teacher is not job.model:
+            other_teacher = job.teacher
         shows_original = config.retrain is Retrain.FINETUNE or is_model(job.teacher, job.model)
         networks = given_networks(job.model, shows_original and not job.new_head, other_teacher)
         if other_teacher is not None:
@@ -126,7 +136,7 @@ def train(config: RunConfig, request: Request) -> None:
         if config.retrain in (Retrain.FINETUNE, Retrain.NONE):
             start = job.model
             cuts[name] = cut(job.model, graph, widths, by="l2")
-        trained = train_all(start, graph, {name: widths}, loader, retraining, cuts=cuts, runtime=here.runtime)
+        trained = train_all(start, graph, {name: widths}, loader, retraining, cuts=cuts, runtime=begun.runtime)
         example = next(iter(loader))[0]
         rows = measure_networks(
             networks | trained.networks,
@@ -135,23 +145,25 @@ def train(config: RunConfig, request: Request) -> None:
             job.test,
             example,
             train_losses=trained.losses,
-            runtime=here.runtime,
+            runtime=begun.runtime,
         )
-        replaced = here.replaced()
-        if not here.world.first:
+        replaced = begun.replaced()
+        if not begun.world.first:
             return
 
-        save(trained.networks[name], widths, here.run.folder)
-        warnings = here.run.divergences([name])
+        save(trained.networks[name], widths, begun.run.folder)
+        warnings = begun.run.divergences([name])
+        origin = ""
         teacher = describe_teacher(retraining.teacher, job.model)
-        origin = describe_origin(retraining, teacher, name, "the given weights") if teacher else ""
+        if teacher:
+            origin = describe_origin(retraining, teacher, name, "the given weights")
         table = results_table(rows, graph, origin)
         notes = [f"- **{text}**" for text in (*warnings, *describe_replaced(replaced))]
-        here.run.write(REPORT, "\n".join([f"# {config.model}", "", table, *notes, ""]))
-        here.run.close()
+        begun.run.write(REPORT, "\n".join([f"# {config.model}", "", table, *notes, ""]))
+        begun.run.close()
     log(*warnings)
     if request.as_json:
         networks_facts = {"networks": [asdict(row) for row in rows]}
-        print_json(result_facts(here.run.folder, graph, widths, replaced) | networks_facts)
+        print_json(result_facts(begun.run.folder, graph, widths, replaced) | networks_facts)
     else:
-        print(f"{table}\n\n{here.run.folder}")
+        print(f"{table}\n\n{begun.run.folder}")

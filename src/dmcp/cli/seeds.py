@@ -59,8 +59,10 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
     commands = []
     for seed, run in runs.items():
         if not Run(run).done:
-            target = "--resume" if is_run(run) else "--out"
-            of_seed = ("--seeds", "1", "--seed", str(seed), target, str(run))
+            option = "--out"
+            if is_run(run):
+                option = "--resume"
+            of_seed = ("--seeds", "1", "--seed", str(seed), option, str(run))
             commands.append(Command(run.name, (*words, *of_seed)))
     failed = run_side_by_side(
         commands, folder, place_of(config), at_once=request.seeds, quiet=request.quiet, total=request.seeds
@@ -93,13 +95,16 @@ def summarize(folders: Sequence[Path]) -> dict[str, Any]:
 def _summarize_network(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """Return what the rows of one network say, a row for each run; a single run has no deviation."""
     accuracies = [row.accuracy for row in rows]
+    deviation = None
+    if len(accuracies) > 1:
+        deviation = statistics.stdev(accuracies)
     return {
         "name": name,
         "accuracy": accuracies,
         "macs": [row.macs for row in rows],
         "params": [row.params for row in rows],
         "mean": statistics.fmean(accuracies),
-        "deviation": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+        "deviation": deviation,
     }
 
 

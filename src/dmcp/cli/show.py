@@ -48,6 +48,7 @@ from dmcp.runtime.io import make_printable
 from dmcp.searching import sampling
 from dmcp.settings import LatencyConfig
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.widths import Widths
 from dmcp.training.loop import evaluate as accuracy_of
 from dmcp.units import counted, show_shape, table
 
@@ -64,8 +65,10 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         console.width = 100_000
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        is_number = column in ("size", "MACs", "accuracy")
-        grid.add_column(column, justify="right" if is_number else "left", overflow="fold")
+        if column in ("size", "MACs", "accuracy"):
+            grid.add_column(column, justify="right", overflow="fold")
+        else:
+            grid.add_column(column, justify="left", overflow="fold")
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
@@ -88,10 +91,11 @@ def inspect(config: RunConfig, as_json: bool) -> None:
 def latency(config: RunConfig, classes: int | None, settings: LatencyConfig, out: str, as_json: bool) -> None:
     """Run `dmcp latency`: measure cut networks, print how well a table forecasts them, and save it in `out`."""
     # A file that cannot be written is refused before anything is measured.
-    if out and Path(out).is_dir():
-        raise FileError(f"--out: {out} is a folder: name a file.")
-    with tempfile.TemporaryFile(dir=Path(out).parent if out else None):
-        pass
+    if out:
+        if Path(out).is_dir():
+            raise FileError(f"--out: {out} is a folder: name a file.")
+        with tempfile.TemporaryFile(dir=Path(out).parent):
+            pass
 
     # The data only say how many classes there are, and the shape of a sample.
     if config.data and classes:
@@ -156,7 +160,10 @@ def data(name: str, quiet: bool, as_json: bool) -> None:
 
 def _describe_data(name: str, facts: dict[str, Any]) -> Iterator[str]:
     """Yield lines about the classes, the images and the problems of a data set."""
-    yield f"{name}: {facts['classes']} class{'' if facts['classes'] == 1 else 'es'}"
+    classes = "1 class"
+    if facts["classes"] != 1:
+        classes = f"{facts['classes']} classes"
+    yield f"{name}: {classes}"
     for part, kind in (("train", "training image"), ("test", "test image")):
         yield f"{counted(facts[part]['images'], kind)}: {facts[part]['from']}"
     if facts["sizes"]:
@@ -197,8 +204,12 @@ def runs(folder: Path, as_json: bool) -> None:
         cells = run.describe()
         if cells["progress"]:
             cells["state"] += f": {cells['progress']}"
-        cells["accuracy"] = score(run.result, " %") if run.result else ""
-        cells["MACs"] = "" if cells["macs_share"] is None else percent(cells["macs_share"])
+        cells["accuracy"] = ""
+        if run.result:
+            cells["accuracy"] = score(run.result, " %")
+        cells["MACs"] = ""
+        if cells["macs_share"] is not None:
+            cells["MACs"] = percent(cells["macs_share"])
         rows.append([cells[column] for column in columns])
     _print_table(columns, rows)
 
@@ -250,17 +261,23 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, model: str
         if searched_budget.limits != search.budget.limits:
             log(f"The search was for {searched_budget.text}: its widths are scaled to {budget}, not searched again.")
 
-    suffix = f"-{search.budget.file_name}" if budget else ""
+    suffix = ""
+    if budget:
+        suffix = f"-{search.budget.file_name}"
+    files: dict[Path, Widths] = {}
     if direct:
-        samples = sampling.direct(search, direct, generator(seed))
-        files = {out / f"direct{suffix}-{number}.json": widths for number, widths in enumerate(samples, 1)}
+        for number, widths in enumerate(sampling.direct(search, direct, generator(seed)), start=1):
+            files[out / f"direct{suffix}-{number}.json"] = widths
     else:
-        files = {out / f"expected{suffix}.json": sampling.expected(search)}
+        files[out / f"expected{suffix}.json"] = sampling.expected(search)
     for path, widths in files.items():
         Run(out).write(path.name, widths.to_json())
 
     if as_json:
-        print_json([{"file": str(path)} | cost_facts(graph, widths) for path, widths in files.items()])
+        facts = []
+        for path, widths in files.items():
+            facts.append({"file": str(path)} | cost_facts(graph, widths))
+        print_json(facts)
         return
     for path, widths in files.items():
         print(f"{path}: {describe_costs(graph, widths)}: {' '.join(map(str, widths.values()))}")
@@ -283,7 +300,9 @@ def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -
 
     # What the run recorded should come out again, unless the code, the data or the weights have changed.
     row = rows[0]
-    recorded = _recorded_row(run, row) if same_data else None
+    recorded = None
+    if same_data:
+        recorded = _recorded_row(run, row)
     if recorded:
         one_image = 1.5 / row.samples  # one image may be on the other side, two may not
         if abs(row.accuracy - recorded.accuracy) > max(_ROUNDING, one_image):
@@ -291,7 +310,9 @@ def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -
 
     if as_json:
         facts = result_facts(run, job.graph, widths, job.replaced)
-        facts["recorded_accuracy"] = recorded.accuracy if recorded else None
+        facts["recorded_accuracy"] = None
+        if recorded:
+            facts["recorded_accuracy"] = recorded.accuracy
         facts["networks"] = [asdict(row)]
         print_json(facts)
         return
@@ -305,8 +326,9 @@ def _recorded_row(run: Path, row: Row) -> Row | None:
     recorded = read_run(run, _TAIL).result
     if recorded is None:
         return None
-    is_same_test = (recorded.samples, recorded.params, recorded.score) == (row.samples, row.params, row.score)
-    return recorded if is_same_test else None
+    if (recorded.samples, recorded.params, recorded.score) != (row.samples, row.params, row.score):
+        return None
+    return recorded
 
 
 # exported files
@@ -332,11 +354,14 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
     example = torch.zeros(1, *shape)
 
     shown = progress.showing(False if quiet or as_json else None, lines=True)
-    steps = 3 if int8 else 2
+    steps = 2 + int8
     with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", steps) as update:
         # The pruned network.
-        files = {"int8" if int8 else "exported": out}
-        float32 = Path(folder) / "float32.onnx" if int8 else out
+        float32 = out
+        files = {"exported": out}
+        if int8:
+            float32 = Path(folder) / "float32.onnx"
+            files = {"int8": out}
         exported = exporting.export(pruned, example, float32, preprocessing=preprocessing)
         update(1)
 
@@ -369,7 +394,9 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
         facts |= {"preprocessing": preprocessing, "files": measured}
         print_json(facts)
         return
-    scale = "of the outputs (root mean square)" if int8 else "of the largest one"
+    scale = "of the largest one"
+    if int8:
+        scale = "of the outputs (root mean square)"
     print(f"{out}\nin {exported.runtime}: outputs differ by {exported.difference:.1e} {scale}")
     if preprocessing:
         print(f"in it, as {exporting.NOTE}: {', '.join(preprocessing)}\n")
@@ -411,7 +438,9 @@ def _record_times(run: Path, file: str, runtime: str, measured: Mapping[str, Map
     recorded.pop(file, None)
     times = {}
     for name, facts in measured.items():
-        precision = "float32" if name == "exported" else name
+        precision = name
+        if name == "exported":
+            precision = "float32"
         times[precision] = facts["ms"]
     recorded[file] = {"runtime": runtime, "ms": times}
     Run(run).write(EXPORTED, recorded)
@@ -421,7 +450,12 @@ def _files_table(measured: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a column for each file and a row for each quantity that was measured."""
     rows = [["", *measured]]
     for quantity, form in {"bytes": "{:,}", "ms": "{:.3f}", "accuracy": "{:.2%}"}.items():
-        cells = [form.format(facts[quantity]) if quantity in facts else "" for facts in measured.values()]
+        cells = []
+        for facts in measured.values():
+            cell = ""
+            if quantity in facts:
+                cell = form.format(facts[quantity])
+            cells.append(cell)
         if any(cells):
             rows.append([quantity, *cells])
     return table(rows)

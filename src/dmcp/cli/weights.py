@@ -31,9 +31,14 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
     expected = model.state_dict()
 
     # Weights that only one of the two has, or that have another shape.
-    one_sided = [name for name in {**expected, **stored} if (name in expected) != (name in stored)]
-    one_sided = [name for name in one_sided if not name.endswith("num_batches_tracked")]  # old versions have none
-    other_shape = [name for name in expected if name in stored and stored[name].shape != expected[name].shape]
+    one_sided = []
+    other_shape = []
+    for name in {**expected, **stored}:
+        if name in expected and name in stored:
+            if stored[name].shape != expected[name].shape:
+                other_shape.append(name)
+        elif not name.endswith("num_batches_tracked"):  # files of old versions have none
+            one_sided.append(name)
 
     # A single layer may differ, and only in the number of classes.
     layers = {name.rpartition(".")[0] for name in other_shape}
@@ -50,7 +55,7 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
     model.load_state_dict(fitting, strict=False)
     for layer in layers:
         stored_classes = len(stored[other_shape[0]])
-        notes.append(f"{layer} is for {stored_classes} classes, the data have {classes}: it is initialized again.")
+        notes.append(f"{layer} is for {stored_classes} classes, but the data have {classes}: it is initialized again.")
     return bool(other_shape)
 
 
@@ -87,7 +92,9 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
 
 def _find_table(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
     """Return the table of weights in the content of a file: all of it, a table under a usual key, or its only table."""
-    entries = content if isinstance(content, Mapping) else {}
+    entries: Mapping[Any, Any] = {}
+    if isinstance(content, Mapping):
+        entries = content
     tables = [key for key, value in entries.items() if _is_table(value)]
     keys = ["state_dict", "model_state_dict", "model"]
     if len(tables) == 1:
@@ -108,4 +115,6 @@ def _find_table(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]
 
 def _is_table(value: Any) -> bool:
     """Whether a value maps names to tensors."""
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(tensor, Tensor) for tensor in value.values())
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(isinstance(tensor, Tensor) for tensor in value.values())
