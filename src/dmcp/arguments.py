@@ -199,13 +199,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _with_article(noun: str) -> str:
-    article = "an" if noun[0] in "AEIOUaeiou" else "a"
+    article = "a"
+    if noun[0] in "AEIOUaeiou":
+        article = "an"
     return f"{article} {noun}"
 
 
 def _listed(texts: Sequence[str]) -> str:
     """The texts as in "a, b or c", each once."""
-    *others, last = dict.fromkeys(texts)
-    if not others:
+    *first, last = dict.fromkeys(texts)
+    if not first:
         return last
-    return f"{', '.join(others)} or {last}"
+    return f"{', '.join(first)} or {last}"

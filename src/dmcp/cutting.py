@@ -95,9 +95,14 @@ def reinitialize(module: nn.Module, generator: torch.Generator | Seed | None = N
 
 def _fill_by_he(weight: Tensor, layer: Convs | nn.Linear, generator: torch.Generator | None) -> None:
     """Fill the weight with normal numbers of variance 2 / fan: the fan out of a conv, the fan in of a linear."""
-    fan = weight.shape[1] if isinstance(layer, nn.Linear) else weight.numel() // layer.in_channels
+    if isinstance(layer, nn.Linear):
+        fan = weight.shape[1]
+    else:
+        fan = weight.numel() // layer.in_channels
     # in float32, where the generator lives: the same numbers on every device and in every dtype
-    device = torch.device("cpu") if generator is None else generator.device
+    device = torch.device("cpu")
+    if generator is not None:
+        device = generator.device
     noise = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
     weight.copy_(noise.mul_((2 / fan) ** 0.5).to(weight))
 
@@ -110,7 +115,7 @@ def with_frozen(model: nn.Module, source: nn.Module) -> nn.Module:
     if model is source or not frozen:
         return model
     if fingerprint(model) != fingerprint(source):
-        raise WidthsError("The fresh model is of another architecture than the given one.")
+        raise WidthsError("The fresh model has another architecture than the given one.")
     copied = narrow(model, {}, {})
     tensors = named_tensors(copied)
     with torch.no_grad():

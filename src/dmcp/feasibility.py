@@ -70,11 +70,15 @@ def with_latency(
     if this machine is not the one that the table is of.
     """
     if isinstance(latency, Latency):
-        table, measure = latency, None
+        table = latency
+        measure = None
     else:
-        table, measure = None, latency
+        table = None
+        measure = latency
     limited = [spec for spec in specs if limits_latency(spec)]
-    spec = limited[0] if limited else specs[0]
+    spec = specs[0]
+    if limited:
+        spec = limited[0]
 
     def measure_networks() -> Latency:
         measured = time_networks(model, example, graph, replace(config, budget=spec), measure=measure)
@@ -83,7 +87,9 @@ def with_latency(
 
     graph = attach_latency(graph, spec, measure_networks, table, latency_folder(runtime))
     attached = Latency.of(graph)
-    timer = timer_like(attached, example, measure) if attached else None
+    timer = None
+    if attached:
+        timer = timer_like(attached, example, measure)
     return graph, timer
 
 
@@ -125,5 +131,6 @@ def check_budget(small: nn.Module, widths: Widths, graph: ChannelGraph, budget: 
         else:
             cost = graph.cost(limit.kind, widths)
         if cost > limit.target:
-            counted, allowed = show_cost(limit.kind, cost), show_cost(limit.kind, limit.target)
+            counted = show_cost(limit.kind, cost)
+            allowed = show_cost(limit.kind, limit.target)
             raise BudgetError(f"The cut network costs {counted}, more than the {allowed} allowed: please report this.")

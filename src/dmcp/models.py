@@ -289,5 +289,7 @@ def _unknown(name: str, existing: Iterable[str], where: str, hint: str = "") -> 
     near = difflib.get_close_matches(name, existing, n=3, cutoff=0.5)
     if not near and name:
         near = [key for key in existing if name in key][:3]
-    guess = f"Did you mean {', '.join(near)}?" if near else ""
+    guess = ""
+    if near:
+        guess = f"Did you mean {', '.join(near)}?"
     raise DmcpError(" ".join(filter(None, [f"{where} has no {name!r}.", guess, hint])))

@@ -54,7 +54,9 @@ class Retraining:
     @property
     def teacher_network(self) -> nn.Module | None:
         """The teacher, if it is a network that is there already."""
-        return self.teacher if isinstance(self.teacher, nn.Module) else None
+        if isinstance(self.teacher, nn.Module):
+            return self.teacher
+        return None
 
     @property
     def anew(self) -> bool:
@@ -126,7 +128,9 @@ def train_all(
                 reinitialize(network, generator=generator(retraining.config.seed))
             else:
                 recalibrate(network, loader)
-            guide = teacher if isinstance(teacher, nn.Module) else None
+            guide = None
+            if isinstance(teacher, nn.Module):
+                guide = teacher
             steps = train(network, loader, retraining.config, task=task, runtime=stage, teacher=guide)
             catch_up(network, loader, retraining.config)
             if teacher == UNPRUNED:
@@ -228,7 +232,9 @@ def describe_teacher(teacher: nn.Module | str | None, model: nn.Module) -> str:
         return ""
     if not isinstance(teacher, nn.Module):
         return TRAINED_FIRST
-    return AS_IT_WAS if is_model(teacher, model) else "the teacher"
+    if is_model(teacher, model):
+        return AS_IT_WAS
+    return "the teacher"
 
 
 def copy_of_teacher(teacher: nn.Module, device: torch.device) -> nn.Module:

@@ -56,7 +56,9 @@ def prune(
     if len(specs) > 1:
         raise BudgetError(f"A YOLO is pruned for one budget, not {len(specs)}: call prune for each.")
     if not overrides.get("data"):
-        raise DataError('The search needs data: give data="coco8.yaml", or what else Ultralytics trains on.')
+        raise DataError(
+            'The search needs data: give data="coco8.yaml", or any other data that Ultralytics can train on.'
+        )
 
     # A copy of the model, in Ultralytics' own trainer, which has the data and the loss.
     trainer = trainer_class(overrides=overrides)
@@ -140,11 +142,14 @@ class _Keeping:
     data: Any
 
     def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> Any:
-        is_pruned = self.pruned if weights is None else getattr(weights, "pruned", False)
+        if weights is None:
+            is_pruned = self.pruned
+        else:
+            is_pruned = getattr(weights, "pruned", False)
         if not is_pruned:
             return super().get_model(cfg=cfg, weights=weights, verbose=verbose)  # type: ignore[misc]
         if weights is None:
-            raise TrainingError("A pruned YOLO is trained on from its own weights: leave out pretrained=False.")
+            raise TrainingError("A pruned YOLO always goes on from its own weights: leave out pretrained=False.")
         if weights.yaml["nc"] != self.data["nc"]:
             classes = f"{weights.yaml['nc']} classes, the data {self.data['nc']}"
             raise TrainingError(f"The pruned YOLO has {classes}: train the unpruned one on these data, then prune.")
@@ -169,7 +174,9 @@ class _Batches:
 def _default_search(spec: Spec, *, trained: bool, batches: int, batch_size: int) -> SearchConfig:
     """The usual settings of a search, but with rates for AdamW, and without distillation: detectors have no classes."""
     usual = defaults(spec, Retrain.FINETUNE, trained=trained, images=batches * batch_size, batch=batch_size).search
-    lr = 2e-4 if trained else 1e-3
+    lr = 1e-3
+    if trained:
+        lr = 2e-4
     return replace(usual, distill=False, lr=lr, min_lr=lr / 10, reference_batch=batch_size)
 
 
@@ -186,7 +193,9 @@ def _loss_of(model: Any) -> Any:
         features = [images.new_empty(len(images), 0, height // stride, width // stride) for stride in strides]
         total: Tensor = model.loss(batch, _with_features(output, features))[0].sum()
         is_detector = isinstance(output, dict)  # then the loss is a sum over the images
-        return total / len(images) if is_detector else total
+        if is_detector:
+            return total / len(images)
+        return total
 
     return loss
 

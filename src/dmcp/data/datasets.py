@@ -108,7 +108,9 @@ def load(
     if not path.exists():
         neighbors = [str(neighbor) for neighbor in path.parent.glob("*") if neighbor.is_dir()]
         near = difflib.get_close_matches(str(name).lower(), [*BUILT_IN, *neighbors], n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = ""
+        if near:
+            hint = f" Did you mean {near[0]}?"
         raise DataError(f"{str(name)!r} is not a folder or a built-in data set ({', '.join(BUILT_IN)}).{hint}")
     if list(path.glob("*.npz")):
         return _shards(path)
@@ -285,7 +287,8 @@ def check_data(data: DataSets, on_file: Callable[[int], None] = lambda count: No
 
     on_file: called with the number of files that have been decoded.
     """
-    train, test = data.train, data.test
+    train = data.train
+    test = data.test
     sizes: list[tuple[int, ...]] = [data.shape[1:]]
     enlarged = None  # images that are smaller than the input of the model
     broken: list[Broken] = []
@@ -325,9 +328,13 @@ def images_in_both(train: DataSet, test: DataSet) -> list[tuple[str, str]]:
     Scores on such images say nothing. Image files must be the same files; a copy that was saved again is not found.
     """
     if isinstance(train, ArraySet) and isinstance(test, ArraySet):
-        trained = {_hash(image.numpy().tobytes()): number for number, image in enumerate(train.images)}
-        numbers = [(trained.get(_hash(image.numpy().tobytes())), number) for number, image in enumerate(test.images)]
-        return [(f"image {first}", f"image {second}") for first, second in numbers if first is not None]
+        numbers = {_hash(image.numpy().tobytes()): number for number, image in enumerate(train.images)}
+        pairs = []
+        for number, image in enumerate(test.images):
+            digest = _hash(image.numpy().tobytes())
+            if digest in numbers:
+                pairs.append((f"image {numbers[digest]}", f"image {number}"))
+        return pairs
     assert isinstance(train, FolderSet) and isinstance(test, FolderSet)
     # Only files of the same size can be the same: most need not be read.
     train_sizes = [_plain_size(path) for path in train.paths]
@@ -337,12 +344,14 @@ def images_in_both(train: DataSet, test: DataSet) -> list[tuple[str, str]]:
     for path, size in zip(train.paths, train_sizes, strict=True):
         if size in common:
             paths.setdefault(_hash(Path(path).read_bytes()), path)
-    found = []
+    pairs = []
     for path, size in zip(test.paths, test_sizes, strict=True):
-        digest = _hash(Path(path).read_bytes()) if size in common else ""
+        digest = ""
+        if size in common:
+            digest = _hash(Path(path).read_bytes())
         if digest in paths:
-            found.append((paths[digest], path))
-    return found
+            pairs.append((paths[digest], path))
+    return pairs
 
 
 def _hash(data: bytes) -> str:

@@ -127,7 +127,9 @@ def read_jpeg(path: str) -> Tensor | None:
         marker, length = struct.unpack_from(">BH", data, position + 1)
         if marker in _FRAME_MARKERS:
             is_plain = _is_plain_frame(*struct.unpack_from(">BHHBB", data, position + 4))
-            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_plain else None
+            if not is_plain:
+                return None
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if marker == _ADOBE_MARKER and data[position + 15] != 1:  # its colors are not YCbCr
             return None
         position += 2 + length
@@ -149,7 +151,9 @@ def _read_regular_file(path: str) -> bytes | None:
         return None
     finally:
         os.close(file)
-    return data if len(data) == status.st_size else None
+    if len(data) != status.st_size:
+        return None
+    return data
 
 
 def _is_plain_frame(bits: int, height: int, width: int, channels: int, first_channel: int) -> bool:
@@ -268,7 +272,9 @@ def crop_image(image: Array, box: Array, crop: Size) -> Array:
     scaled = resize(image[top:bottom, left:right], np.rint((high - low) / step).astype(int).tolist())
     y, x = np.rint((start - low) / step).astype(int)
     pixels = scaled[y : y + crop[0], x : x + crop[1]]
-    return pixels[:, ::-1] if flip[1] else pixels
+    if flip[1]:
+        return pixels[:, ::-1]
+    return pixels
 
 
 def resize(image: Array, size: Sequence[int]) -> Array:
@@ -319,7 +325,11 @@ def crop_batch(
         some_images = slice(first, first + at_once)
         part = table[:, some_images]
         whole = part.long()[:, :, None]  # (12, n, 1)
-        height, width, corner, row_stride, plane_stride = whole[2], whole[6], whole[8], whole[9], whole[10]
+        height = whole[2]
+        width = whole[6]
+        corner = whole[8]
+        row_stride = whole[9]
+        plane_stride = whole[10]
 
         # The byte of each pixel: (n, rows, 3, columns). What is behind the box repeats its last row or column.
         row_offset = (corner + row_stride * torch.minimum(y, height - 1))[:, :, None, None]

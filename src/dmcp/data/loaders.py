@@ -90,13 +90,17 @@ class ArrayLoader:
         self.seed = seed
         self.device = device
         self.world = world
-        self.augmentation = dataset.augmentation if train else Augmentation()
+        self.augmentation = Augmentation()
+        if train:
+            self.augmentation = dataset.augmentation
         self.shape = dataset.shape
 
         # A border to move into, mirrored or black: (N, H + 2 shift, W + 2 shift, C) uint8.
         shift = self.augmentation.shift
         border = ((0, 0), (shift, shift), (shift, shift), (0, 0))
-        mode: Any = "reflect" if self.augmentation.reflect else "constant"
+        mode: Any = "constant"
+        if self.augmentation.reflect:
+            mode = "reflect"
         self.images = torch.from_numpy(np.pad(dataset.images.numpy(), border, mode)).to(device)
         self.labels = dataset.labels.to(device)
         self.mean = torch.tensor(dataset.mean, device=device)[:, None, None]
@@ -114,7 +118,9 @@ class ArrayLoader:
         """Draw the order of the images and how each one is augmented: a function of (seed, epoch)."""
         count = len(self.labels)
         moves = 2 * self.augmentation.shift + 1
-        flip_chance = 0.5 if self.augmentation.flip else 0.0
+        flip_chance = 0.0
+        if self.augmentation.flip:
+            flip_chance = 0.5
 
         random = generator(self.seed, epoch)  # on the CPU, so that a GPU sees the same images
         order = torch.randperm(count, generator=random) if self.train else fixed_order(count)
@@ -198,7 +204,9 @@ class FolderLoader:
 
     def __len__(self) -> int:
         count = len(self.dataset)
-        return count // self.batch_size if self.train else -(-count // self.batch_size)
+        if self.train:
+            return count // self.batch_size
+        return -(-count // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self.starting_at(0)
@@ -206,7 +214,9 @@ class FolderLoader:
     def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of this epoch from number `skip` on; the files of those before are not read."""
         store = self.store
-        flat = None if store is None else store.on_gpu(self.device)
+        flat = None
+        if store is not None:
+            flat = store.on_gpu(self.device)
 
         positions: list[Array] = []  # of each batch
         for number in range(skip, len(self)):
@@ -260,7 +270,9 @@ class FolderLoader:
     def _read_file(self, index: int) -> Tensor:
         """Read a JPEG file for the GPU to decode, (bytes,); anything else as (3, height, width)."""
         data = images.read_jpeg(self.dataset.paths[index])
-        return self._read_planes(index) if data is None else data
+        if data is not None:
+            return data
+        return self._read_planes(index)
 
     def _read_or_replace(self, read: Callable[[int], Any], position: int) -> tuple[int, Any]:
         """Read the image at a position or, if files are skipped, the next one that can be read; with its index."""

@@ -183,13 +183,17 @@ def _image_or_reason(path: str, least: Size) -> Array | str:
     except DataError as error:
         return str(error)
     size = _kept_size(image.shape[:2], least)
-    return image if size == image.shape[:2] else resize(image, size)
+    if size == image.shape[:2]:
+        return image
+    return resize(image, size)
 
 
 def _kept_size(size: Size, least: Size) -> Size:
     """Return the height and width in which an image is kept."""
     is_larger = size[0] > least[0] and size[1] > least[1]
-    return cover(size, least) if is_larger else size
+    if is_larger:
+        return cover(size, least)
+    return size
 
 
 def _write(file: Path, digest: str, store: Store) -> None:

@@ -205,7 +205,9 @@ def write_pt2(net: nn.Module, example: Any, path: Path, note: str | None) -> Non
     """Write the network as a file of torch.export."""
     program, _ = record(net, example)
     buffer = io.BytesIO()  # given a path, torch ends the whole process if the disk is full
-    extra_files = None if note is None else {NOTE: note}
+    extra_files = None
+    if note is not None:
+        extra_files = {NOTE: note}
     torch.export.save(program, buffer, extra_files=extra_files)
     path.write_bytes(buffer.getbuffer())
 

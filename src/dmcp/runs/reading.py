@@ -86,7 +86,9 @@ class PastRun:
             return "damaged"
         if self.done:
             return "done"
-        return "running" if self.running else "stopped"
+        if self.running:
+            return "running"
+        return "stopped"
 
     @property
     def before(self) -> dict[str, int]:
@@ -116,7 +118,9 @@ class PastRun:
     def unpruned(self, kind: str) -> int | None:
         """Cost of the unpruned network, if the run says so."""
         cost = value_at(self.settings, "unpruned", kind)
-        return cost if type(cost) is int and cost > 0 else None
+        if type(cost) is int and cost > 0:
+            return cost
+        return None
 
     def share(self, kind: str) -> float | None:
         """Cost of the result over that of the unpruned network."""
@@ -129,7 +133,9 @@ class PastRun:
     def setting(self, *keys: str) -> str:
         """The setting at a path of keys as text; empty if there is none."""
         value = value_at(self.settings, *keys)
-        return make_printable(str(value)) if isinstance(value, str | int | float) else ""
+        if isinstance(value, str | int | float):
+            return make_printable(str(value))
+        return ""
 
     @property
     def budget(self) -> str:

@@ -98,7 +98,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     if a library builds it by name. "owner/name" that is not a folder here is fetched from the Hugging Face Hub.
     """
     locate = _locate(Path(folder))
-    model = _build_unpruned(locate(SETTINGS)) if model is None else unwrap(model)
+    if model is None:
+        model = _build_unpruned(locate(SETTINGS))
+    else:
+        model = unwrap(model)
     model_tensors = named_tensors(model)
     max_bytes = _MAX_EXTRA + sum(16 * tensor.numel() for tensor in model_tensors.values())
     record, tensors = _read(locate, max_bytes)
@@ -142,7 +145,7 @@ def _locate(folder: Path) -> Callable[[str], Path]:
         text = f'{folder}: this folder does not exist. To load from the Hub: pip install "torch-dmcp[hub]".'
         raise FileError(text) from None
     except Exception as error:  # many kinds: no such name, no network, no right to read it
-        raise FileError(f"{folder}: neither a folder, nor found on the Hub: {quote(error)}.") from error
+        raise FileError(f"{folder}: not a folder, and not found on the Hub: {quote(error)}.") from error
     return lambda name: (snapshot / name).resolve()
 
 

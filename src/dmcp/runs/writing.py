@@ -64,7 +64,10 @@ class Run:
             self.add(TIMES, {"ms": facts.pop("ms"), "batch": facts.pop("batch"), "name": record.name})
             self.add(LOG, {"stage": event.stage} | facts)
         else:
-            facts = dict(record) if isinstance(record, Mapping) else asdict(record)
+            if isinstance(record, Mapping):
+                facts = dict(record)
+            else:
+                facts = asdict(record)
             self.add(LOG, {"stage": event.stage} | facts)
 
     # the log
@@ -101,7 +104,9 @@ class Run:
 
         # The checkpoint of each stage, in the order in which the stages were logged.
         path = self.folder / CHECKPOINTS
-        stages = sorted(path.iterdir()) if path.is_dir() else []
+        stages = []
+        if path.is_dir():
+            stages = sorted(path.iterdir())
         checkpoints: list[tuple[Mapping[str, Any], Path]] = []
         for stage in stages:
             checkpoint = load_checkpoint(stage)

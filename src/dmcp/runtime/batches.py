@@ -183,7 +183,9 @@ def _part(batch: Any, index: int, key: str, key_of_transformers: str) -> Any:
     """The entry of a tuple at this index, or of a dict under one of these keys."""
     entry: int | str = index
     if isinstance(batch, Mapping):
-        entry = key if key in batch else key_of_transformers
+        entry = key_of_transformers
+        if key in batch:
+            entry = key
     try:
         return batch[entry]
     except (KeyError, IndexError, TypeError):

@@ -131,7 +131,9 @@ def set_random_state(
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device, world: World) -> Iterator[None]:
     """While entered, torch's global generators (dropout, loaders) have a seed, another one for each rank."""
-    rank_seed = mix(seed, world.rank) if world.rank else seed
+    rank_seed = seed
+    if world.rank:
+        rank_seed = mix(seed, world.rank)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(rank_seed)
         if device.type == "cuda":
@@ -214,7 +216,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     generators: list[torch.Generator] = []
     for owner in (loader, sampler, batch_sampler, inner_sampler):
         generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is other for other in generators):
+        if isinstance(generator, torch.Generator) and not any(generator is listed for listed in generators):
             generators.append(generator)
     return generators
 
@@ -313,10 +315,14 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
         for number, (values, parameter) in enumerate(owners):
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    where = "device" if value.device == parameter.device else "host"
+                    where = "host"
+                    if value.device == parameter.device:
+                        where = "device"
                     tensors[f"{kind}/{part}/{number}/{where}/{key}"] = value.detach().cpu()
                 elif isinstance(value, int | float):
-                    dtype = torch.float64 if isinstance(value, float) else None
+                    dtype = None
+                    if isinstance(value, float):
+                        dtype = torch.float64
                     tensors[f"{kind}/{part}/{number}/number/{key}"] = torch.tensor(value, dtype=dtype)
                 elif value is not None and part == "state":
                     raise TrainingError(
@@ -467,9 +473,13 @@ def digest_of_loader(loader: Any, world: World) -> str | None:
     The tensors of a list of batches and of a DataLoader over tensors are at hand. Any other batch would have to be
     drawn, which takes random numbers, and a loader in random order draws another one each time.
     """
-    data = loader if isinstance(loader, list | tuple) else getattr(loader, "dataset", None)
+    data = getattr(loader, "dataset", None)
+    if isinstance(loader, list | tuple):
+        data = loader
     digests = gather(_digest_of_data(data), world)
-    return " ".join(digests) if all(digests) else None
+    if not all(digests):
+        return None
+    return " ".join(digests)
 
 
 def _digest_of_data(data: Any) -> str | None:

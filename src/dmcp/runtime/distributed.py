@@ -177,7 +177,9 @@ def _choose_backend(device: str, local: int) -> str:
         return "gloo"
     count = torch.cuda.device_count()
     if local >= count:
-        raise RankError(f"There are {count} GPUs, but local rank {local}: start one process per GPU, or on the cpu.")
+        raise RankError(
+            f"Local rank {local} has no GPU, as there are only {count}: start one process per GPU, or use the CPU."
+        )
     torch.cuda.set_device(local)
     return "cpu:gloo,cuda:nccl"
 

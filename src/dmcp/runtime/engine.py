@@ -52,7 +52,9 @@ def resolve(
     precision = engine.precision
     if precision is None:
         precision = Precision.BFLOAT16 if has_bfloat16 else Precision.FLOAT32
-    channels_last = on_gpu if engine.channels_last is None else engine.channels_last
+    channels_last = on_gpu
+    if engine.channels_last is not None:
+        channels_last = engine.channels_last
     graphs = on_gpu and (capturable if engine.graphs is None else engine.graphs)
 
     # Our kernels: by default in long runs of networks with few channels. They are tried out only where they are meant.
@@ -83,7 +85,9 @@ def resolve(
 
 def _require_kernels(device: torch.device, fit: bool) -> None:
     """Raise TrainingError where our kernels were asked for and cannot run."""
-    obstacle = kernels_refused(device) if fit else _KERNELS_NEED
+    obstacle = _KERNELS_NEED
+    if fit:
+        obstacle = kernels_refused(device)
     if obstacle:
         raise TrainingError(f"dmcp's kernels cannot run on {device} ({obstacle}): do not turn kernels on.")
 
@@ -102,15 +106,21 @@ class ResolvedEngine(Engine):
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled once for each shape of its inputs if that was chosen."""
-        return torch.compile(function, dynamic=False) if self.compile else function
+        if not self.compile:
+            return function
+        return torch.compile(function, dynamic=False)
 
     def repeated(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The training step, replayed as a CUDA graph if that was chosen."""
-        return Repeated(step) if self.graphs else step
+        if self.graphs:
+            return Repeated(step)
+        return step
 
     def laid_out(self, x: Any) -> Any:
         """The input of a network, in the chosen memory format."""
-        return tree_map_only(Tensor, _channels_last, x) if self.channels_last else x
+        if not self.channels_last:
+            return x
+        return tree_map_only(Tensor, _channels_last, x)
 
     @contextlib.contextmanager
     def running(self, *models: nn.Module) -> Iterator[None]:
@@ -169,7 +179,9 @@ def kernels_refused(device: torch.device) -> str:
         try_out(device)
     except Exception as error:  # no Triton, no C compiler, a GPU that it does not know
         lines = str(error).splitlines()
-        return lines[0] if lines else type(error).__name__
+        if not lines:
+            return type(error).__name__
+        return lines[0]
     return ""
 
 
@@ -187,7 +199,9 @@ def best_device() -> torch.device:
 
 def _channels_last(tensor: Tensor) -> Tensor:
     """A tensor of four dims in the channels-last memory format; others as they are."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+    if tensor.ndim != 4:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 @torch.no_grad()

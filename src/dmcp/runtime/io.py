@@ -43,7 +43,10 @@ class Lock:
         try:
             self._lock.acquire()
         except OSError as error:
-            reason = "is in use by another process" if isinstance(error, Timeout) else f"cannot be locked ({error})"
+            if isinstance(error, Timeout):
+                reason = "is in use by another process"
+            else:
+                reason = f"cannot be locked ({error})"
             raise FileError(f"{self._path.parent} {reason}: wait for it, or use another folder.") from error
 
     def __exit__(self, *_: object) -> None:
@@ -100,8 +103,8 @@ def check_inflated(name: object, stored: int, inflated: int) -> None:
         raise FileError(f"{name}: its {inflated:,} bytes do not fit into the {free:,} bytes of memory that are free.")
     if inflated > max(_ALWAYS_READ, _MOST_INFLATED * stored):
         raise FileError(
-            f"{name}: {stored:,} bytes inflate to {inflated:,}, which real data do not: if the file is right, save it "
-            "without compression."
+            f"{name}: {stored:,} bytes inflate to {inflated:,}, which real data never do: if the file is right, save "
+            "it without compression."
         )
 
 
@@ -156,7 +159,9 @@ def parse_json(data: bytes | str, name: object) -> Any:
 
 def _parse_int(digits: str) -> int | float:
     """An int; one of more digits than any of ours becomes a float, perhaps infinite."""
-    return int(digits) if len(digits) < 20 else float(digits)
+    if len(digits) < 20:
+        return int(digits)
+    return float(digits)
 
 
 def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:

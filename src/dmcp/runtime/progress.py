@@ -91,7 +91,9 @@ class Progress:
         phase.time = now
         phase.text = text
         phase.steps = max(phase.steps, done)
-        interval = _SECONDS_BETWEEN_DRAWINGS if self.bars else _SECONDS_BETWEEN_LINES
+        interval = _SECONDS_BETWEEN_LINES
+        if self.bars:
+            interval = _SECONDS_BETWEEN_DRAWINGS
         if now - self.last_shown >= interval:
             self.draw(phase)
 
@@ -119,7 +121,9 @@ class Progress:
         """Show this phase as a line, or all phases as bars, whichever there is."""
         self.last_shown = time.monotonic()
         left = self.seconds_left()
-        time_left = f"{show_duration(left)} left" if left and left >= 0.5 else ""
+        time_left = ""
+        if left and left >= 0.5:
+            time_left = f"{show_duration(left)} left"
         comparable = [listed for listed in self.phases.values() if listed.work]
         parts = [phase.text]
         if not (comparable and self.bars):  # otherwise the bar of the whole job shows it
@@ -138,7 +142,9 @@ class Progress:
         """Draw a bar for each phase, and one for the work of all phases whose work is comparable."""
         for number, listed in enumerate(self.phases.values()):
             count = f"{listed.done}/{listed.steps}"
-            listed_text = text if listed is phase else listed.text
+            listed_text = listed.text
+            if listed is phase:
+                listed_text = text
             _set_bar(shown_bars, number, listed.name, listed.done, listed.steps, count, listed_text)
         if comparable:
             done = sum(listed.work * listed.done for listed in comparable)

@@ -28,7 +28,7 @@ def width_bounds(graph: ChannelGraph, lower: Bound, upper: Bound, align: int | N
             high = most // step * step
         if low > high:
             raise WidthsError(
-                f"No width of {space.name} is from {least} to {most} in steps of {step} groups of {space.unit} "
+                f"No width of {space.name} lies between {least} and {most} in steps of {step} groups of {space.unit} "
                 "channels: change its bounds."
             )
         ranges.append((low, high))
@@ -43,7 +43,10 @@ def _bounds_by_space(
     A bound may be given by the name of a space, of a module that writes it, or for the whole network. The most exact
     name counts; of equally exact ones the strictest number.
     """
-    channels = dict(bound) if isinstance(bound, Mapping) else {"": bound}
+    if isinstance(bound, Mapping):
+        channels = dict(bound)
+    else:
+        channels = {"": bound}
     named = {space.name: channels.pop(space.name) for space in graph.spaces if space.name in channels}
     graph.widths(bound if isinstance(bound, Widths) else named)  # refuses numbers that do not fit
 
@@ -62,14 +65,18 @@ def _bounds_by_space(
         for space in graph.spaces:
             names.update(space.writers)
         similar = ", ".join(difflib.get_close_matches(name, sorted(names)))
-        hint = f"Did you mean {similar}?" if similar else "`graph.spaces` (dmcp inspect) lists all of them."
+        hint = "`graph.spaces` (dmcp inspect) lists all of them."
+        if similar:
+            hint = f"Did you mean {similar}?"
         raise WidthsError(f"No space, and no module that writes one, is named {name!r}. {hint}")
     return by_module | named
 
 
 def _depth(module: str) -> int:
     """How exact a name is: 0 for the whole network."""
-    return module.count(".") + 1 if module else 0
+    if not module:
+        return 0
+    return module.count(".") + 1
 
 
 def _writes(module: str, space: ChannelSpace) -> bool:

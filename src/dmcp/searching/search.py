@@ -146,8 +146,8 @@ class Searcher:
         _start(net, self.chains, self.budget, config)
 
         if engine is None:
-            plain = Engine(precision=Precision.FLOAT32, compile=False, graphs=False, kernels=False)
-            engine = resolve(plain, device_of(net))
+            float32 = Engine(precision=Precision.FLOAT32, compile=False, graphs=False, kernels=False)
+            engine = resolve(float32, device_of(net))
         self.context = StepContext(
             net=net,
             chains=self.chains,
@@ -184,7 +184,9 @@ class Searcher:
     def arch_loss(self, batch: Any) -> Tensor:
         """Of the same step: the loss of the soft network and of the budget, with a gradient of the alphas alone."""
         if not self.moves_alphas:
-            why = "weight_loss(batch) begins a step" if self.at < 0 else f"Step {self.at} is in the warm-up"
+            why = f"Step {self.at} is in the warm-up"
+            if self.at < 0:
+                why = "weight_loss(batch) begins a step"
             raise TrainingError(f"{why}: call arch_loss after it, and only if searcher.moves_alphas.")
 
         # Your optimizer may have put a gradient there, which must not be counted twice.
@@ -276,7 +278,8 @@ class Searcher:
 
 def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
     """All that a checkpoint of a search holds."""
-    net, steps = searcher.net, searcher.steps
+    net = searcher.net
+    steps = searcher.steps
     shared = {f"model.{name}": parameter for name, parameter in net.model.named_parameters()}
     shared["alpha"] = net.alpha
 

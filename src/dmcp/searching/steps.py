@@ -98,9 +98,14 @@ def weight_gradients(
 
         targets: list[Tensor] = []  # outputs of the first sub-network
         for subnet in subnets:
-            h_part = subnet.part(h) if isinstance(subnet, Narrow) and h is not None else h
+            h_part = h
+            if isinstance(subnet, Narrow) and h is not None:
+                h_part = subnet.part(h)
             with autocast(device, context.precision):
-                output = subnet(x, h_part) if callable(subnet) else net(x, subnet)
+                if callable(subnet):
+                    output = subnet(x, h_part)
+                else:
+                    output = net(x, subnet)
                 if context.config.distill and targets:
                     loss = distillation_loss(output, targets)
                 else:
@@ -139,7 +144,9 @@ def arch_step(
 
 def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward | None = None) -> ArchRecord:
     """The losses of stage 2; their gradient is added to that of the alphas."""
-    net, chains, config = context.net, context.chains, context.config
+    net = context.net
+    chains = context.chains
+    config = context.config
     forward = forward or net
     samples = sum(map(size_of, batches))
     task_losses: list[Tensor] = []
@@ -158,7 +165,9 @@ def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward
         shares = ratios(context.budget, net.graph, marginals, chains.sizes)
         excess = budget_loss(shares, config.tolerance)
         torch.autograd.backward(config.budget_weight * excess)
-    task_loss = torch.stack(task_losses).mean() if task_losses else None
+    task_loss = None
+    if task_losses:
+        task_loss = torch.stack(task_losses).mean()
     return ArchRecord(
         task_loss=task_loss,
         budget_loss=excess.detach(),
@@ -244,7 +253,9 @@ class Steps:
     """
 
     def __init__(self, context: StepContext, engine: ResolvedEngine, optimizer: MakeOptimizer | None = None) -> None:
-        net, config, chains = context.net, context.config, context.chains
+        net = context.net
+        config = context.config
+        chains = context.chains
         self.context = context
         default = partial(
             sgd, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, device=engine.device
@@ -259,7 +270,9 @@ class Steps:
         self._run_whole = engine.compiled(partial(run_folded, net.model))
         self._fold_hard = engine.compiled(net.fold)
         self._fold_soft = engine.compiled(net.fold)
-        self.stem = find_stem(net) if net.graph.exact else None
+        self.stem = None
+        if net.graph.exact:
+            self.stem = find_stem(net)
         if self.stem is not None:
             self._run_head = engine.compiled(self.stem.head)
             self._run_tail = engine.compiled(self.stem.tail)

@@ -102,7 +102,9 @@ class Supernet(nn.Module):
 
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
-        table = self._hard if gates.dtype == torch.bool else self._soft
+        table = self._soft
+        if gates.dtype == torch.bool:
+            table = self._hard
         return under_all_names(table.fold(lambda name: attrgetter(name)(self.model), gates), self._ties)
 
 

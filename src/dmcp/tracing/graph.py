@@ -213,7 +213,8 @@ class ChannelGraph:
     def _polynomial(self, kind: str) -> Polynomial:
         if not isinstance(kind, str) or kind not in self._polynomials:
             raise BudgetError(
-                f"The cost {kind!r} of this network is not known. Measured costs must be attached: see Latency.attach."
+                f"This graph has no cost named {kind!r}, only {', '.join(self._polynomials)}. "
+                "A measured cost must be attached first: see Latency.attach."
             )
         return self._polynomials[kind]
 

@@ -86,7 +86,7 @@ def trace(
     recordings, batch, notes = _record_modes(model, example_input)
     branches = _describe_branches(recordings)
     if branches and strict:
-        raise TraceError(f"strict=True does not allow that {branches}. Use torch.where instead of a branch in Python.")
+        raise TraceError(f"strict=True refuses this model: {branches}. Use torch.where instead of a branch in Python.")
     if branches:
         notes.append(branches)
     coupling = couple(recordings, RULES if rules is None else rules, strict, names_to_ignore)

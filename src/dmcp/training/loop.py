@@ -375,7 +375,9 @@ def resume(
 
     delay: the number of steps after which the second iterator of the state begins.
     """
-    saved = checkpointer.load(world) if checkpointer else None
+    saved = None
+    if checkpointer:
+        saved = checkpointer.load(world)
     if saved is None or checkpointer is None:
         return 0, {}, []
     steps = [saved.step, max(0, saved.step - delay)]

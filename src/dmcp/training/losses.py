@@ -126,7 +126,9 @@ def check_label_shape(labels: Tensor, shape: Sequence[int]) -> None:
     """Refuse labels that are neither class numbers nor shares of classes for scores of this shape."""
     shape_of_shares = tuple(shape)
     shape_of_numbers = (shape[0], *shape[2:])
-    expected = shape_of_shares if labels.is_floating_point() else shape_of_numbers
+    expected = shape_of_numbers
+    if labels.is_floating_point():
+        expected = shape_of_shares
     if labels.is_complex() or labels.shape != expected:
         raise DataError(
             f"The labels are {tuple(labels.shape)} of {labels.dtype}, but the network's scores are {shape_of_shares}: "
@@ -142,7 +144,9 @@ def check_range(labels: Tensor, classes: int) -> None:
     counted = labels.masked_fill(labels == _IGNORED_LABEL, 0)
     lowest, highest = torch.stack(counted.aminmax()).tolist()  # waits for the device once
     if lowest < 0 or highest >= classes:
-        wrong = lowest if lowest < 0 else highest
+        wrong = highest
+        if lowest < 0:
+            wrong = lowest
         raise DataError(
             f"A label is {wrong}, but the network has {classes} outputs: number the classes from 0, or build the "
             "network for more of them."
@@ -168,7 +172,10 @@ def scores_of(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "out"):
-        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(output, Mapping):
+            value = output.get(name)
+        else:
+            value = getattr(output, name, None)
         if isinstance(value, Tensor):
             return value
     if not isinstance(output, tuple | list):
@@ -240,7 +247,9 @@ def whole_of(metric: Any) -> WholeMetric | None:
 
 def check_metric(metric: Metric | None, world: World) -> WholeMetric | None:
     """The same, for a metric that sees all samples: TrainingError where each rank would see a part of them."""
-    whole = None if metric is None else whole_of(metric)
+    whole = None
+    if metric is not None:
+        whole = whole_of(metric)
     if whole is not None and world.size > 1 and getattr(whole, "all_ranks", False) is not True:
         raise TrainingError(
             f"Each of {world.size} ranks sees only a part of the samples: make compute() of the metric gather from all "

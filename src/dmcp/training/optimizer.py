@@ -50,7 +50,9 @@ def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.d
     Its momentum starts at zero instead of the first gradient, which gives the same steps.
     """
     on_gpu = device.type == "cuda"
-    rate: Any = torch.tensor(lr, device=device) if on_gpu else lr
+    rate: Any = lr
+    if on_gpu:
+        rate = torch.tensor(lr, device=device)
     optimizer = torch.optim.SGD(groups, rate, momentum, nesterov=nesterov, fused=on_gpu or None)
     if momentum:
         for group in optimizer.param_groups:
@@ -61,7 +63,9 @@ def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.d
 
 def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Call the user's function; TrainingError unless it returns an optimizer of exactly the groups' parameters."""
-    optimizer: Any = make(groups) if callable(make) else None
+    optimizer: Any = None
+    if callable(make):
+        optimizer = make(groups)
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     if not is_optimizer or _parameters_of(optimizer.param_groups) != _parameters_of(groups):
         raise TrainingError(
@@ -88,7 +92,9 @@ def cosine(step: int, total: int, start: float, end: float, warmup: float = 0, w
 
 def learning_rate(step: int, steps: int, batch_size: int, config: TrainConfig) -> float:
     """Learning rate of a training step: warm-up and cosine, scaled by the size of the batch."""
-    scale = batch_size / config.reference_batch if config.reference_batch else 1.0
+    scale = 1.0
+    if config.reference_batch:
+        scale = batch_size / config.reference_batch
     warmup = config.warmup_epochs * steps / config.epochs
     return scale * cosine(step, steps, config.lr, config.min_lr, warmup, config.warmup_lr)
 
@@ -101,8 +107,12 @@ def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     default = optimizer.defaults.get("lr")
-    base = float(default) if default and default in rates else max(rates)
-    return [rate / base if base else 1.0 for rate in rates]
+    base = max(rates)
+    if default and default in rates:
+        base = float(default)
+    if base == 0:
+        return [1.0] * len(rates)
+    return [rate / base for rate in rates]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = ()) -> None:

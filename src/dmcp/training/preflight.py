@@ -162,9 +162,13 @@ def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
         scores = scores_of(output)
         if scores is not None and scores.shape[1:] == (classes,):
             continue
-        shape = f"a {type(output).__name__} of" if scores is None else show_shape(scores.shape[1:] or (0,))
+        stage = "training" if train else "the test"
+        if scores is None:
+            shape = f"a {type(output).__name__} of"
+        else:
+            shape = show_shape(scores.shape[1:] or (0,))
         raise TrainingError(
-            f"In {'training' if train else 'the test'} the network gives {shape} outputs for an image, but the "
+            f"In {stage} the network gives {shape} outputs for an image, but the "
             f"data have {classes} classes: let its builder take num_classes, or use dmcp.prune in Python."
         )
 

@@ -20,7 +20,8 @@ from dmcp.training.losses import LowerIsBetter, Metric, warn
 
 _LOG = logging.getLogger("dmcp")
 _LITTLE = 0.1  # of the way from guessing to all answers correct: up to here, nothing was learned
-_SHUFFLED_COPIES, _SHUFFLED_BATCHES = 9, 4  # copies with shuffled weights, and the batches that they are tested on
+_SHUFFLED_COPIES = 9  # copies with shuffled weights
+_SHUFFLED_BATCHES = 4  # that these copies are tested on
 _CLEARLY = 0.25  # a trained network is better than the best shuffled copy by more than this part of its score ...
 _SPREADS = 3  # ... or by more than this many times the difference between the best and the worst copy
 
@@ -109,7 +110,10 @@ def _beats_shuffled(model: nn.Module, loader: Loader, metric: Metric) -> bool:
         lead = score - best
         trained = score > best and (lead > _CLEARLY * abs(best) or lead > _SPREADS * spread)
         scores = f"{sign * score:.4g}, at best {sign * best:.4g} with shuffled weights"
-        verdict = f"the network counts as {'trained' if trained else 'not trained'}: {scores}"
+        verdict = "trained"
+        if not trained:
+            verdict = "not trained"
+        verdict = f"the network counts as {verdict}: {scores}"
         update(_SHUFFLED_COPIES + 1, verdict)
     if current().first:
         _LOG.info("By its metric %s.", verdict)
