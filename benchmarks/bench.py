@@ -38,14 +38,14 @@ from dmcp.data.loaders import make_loader
 from dmcp.exporting.timing import synchronize
 from dmcp.markov import sample_groups
 from dmcp.models import argument, build, sample_shape
+from dmcp.runs.records import SearchRecord, StepRecord
 from dmcp.runtime.batches import Loader
 from dmcp.runtime.engine import ResolvedEngine, best_device, resolve, suits_kernels
 from dmcp.searching import steps
-from dmcp.searching.records import SearchRecord
 from dmcp.searching.search import LARGE, prepare_chains, uncounted
 from dmcp.searching.steps import StepContext, Steps
 from dmcp.settings import Sampling
-from dmcp.training.loop import Event, Runtime, StepRecord, make_step
+from dmcp.training.loop import Event, Runtime, make_step
 from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import parameter_groups, sgd
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmcp.models import Block
+from dmcp.networks import Block
 from dmcp.runtime import engine, kernels
 from dmcp.runtime.kernels import OwnKernels, batch_norm, conv2d, convolution, norm
 

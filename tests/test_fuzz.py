@@ -31,18 +31,18 @@ from dmcp.cli.config import read_config
 from dmcp.cli.weights import load_weights
 from dmcp.data import datasets
 from dmcp.errors import DmcpError, FileError
-from dmcp.results import Row
 from dmcp.runs.config import RunConfig
 from dmcp.runs.files import read_json
-from dmcp.runs.reading import list_runs, read_run
+from dmcp.runs.reading import list_runs, read_overview, read_run
+from dmcp.runs.records import Row, SearchRecord, StepRecord
 from dmcp.runs.saved_search import load_search, save_search
 from dmcp.runs.writing import Run
 from dmcp.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.records import SearchRecord, SearchResult
+from dmcp.searching.records import SearchResult
 from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.tracing.widths import Widths
-from dmcp.training.loop import Event, StepRecord
+from dmcp.training.loop import Event
 
 SECONDS = 20  # that one case may take on a busy machine
 
@@ -216,7 +216,7 @@ def test_mutants(read: Callable[[Path], Any], name: str, tmp_path: Path) -> None
         contents = files() | {file: change(dice, files()[file])}
         put(run, seal(contents) if seed % 5 else contents)
         attempt(lambda: read(run))
-        assert attempt(lambda: json.dumps(read_run(run, dice.choice([0, 100, 2**20])).describe()))  # noqa: B023
+        assert attempt(lambda: json.dumps(read_overview(run, dice.choice([0, 100, 2**20])).describe()))  # noqa: B023
         assert attempt(lambda: list_runs(tmp_path))
 
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from commands import DRY, SHORT, Capture, run
+from folders import TEST_LINES, TRAIN_LINE, step_lines, write_run
 
 import dmcp
 from dmcp.cli import main
@@ -21,6 +22,14 @@ pytestmark = pytest.mark.usefixtures("quick_commands")
 
 SOURCE = str(Path(main.__file__).parents[2])
 BLOCKED = "import sys; sys.modules['torch'] = None; from dmcp.cli.main import main; main()"
+WITHOUT_TORCH = """
+import sys
+from dmcp.cli.main import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
 EVERY = ("prune", "search", "sample", "train", "evaluate", "compare", "inspect", "data", "latency", "export")
 EVERY += ("report", "runs")
 
@@ -44,6 +53,38 @@ def test_nothing_that_people_wait_for_imports_torch() -> None:
         assert (code, out) == (2, "") and told in err and len(err.splitlines()) == 1, err
     words = {"COMP_WORDS": "dmcp prune --see", "COMP_CWORD": "2", "_DMCP_COMPLETE": "complete_bash"}
     assert set(start("-c", BLOCKED, **words)[1].split()) == {"--seed", "--seeds"}
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("runs", "step 5 of 33"),
+        ("runs --json", '"state": "stopped"'),
+        ("--version", dmcp.__version__),
+        ("--help", "Exit codes"),
+        ("inspect <Tab>", "resnet18"),
+        ("prune --model digits:<Tab>", "digits:resnet"),
+        ("prune --model timm:resnet1<Tab>", ""),
+        ("export <Tab>", "runs/one\nruns/two"),
+        ("prune --resume runs/t<Tab>", "runs/two"),
+        ("report runs/one runs/t<Tab>", "runs/two"),
+    ],
+)
+def test_small_commands_do_not_import_torch(
+    words: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "runs" / "one", [*step_lines(40), *TEST_LINES])
+    write_run(tmp_path / "runs" / "two", [TRAIN_LINE], done=False)
+    (tmp_path / "runs" / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    if words.endswith("<Tab>"):
+        typed = f"dmcp {words.removesuffix('<Tab>')}"
+        position = len(typed.split()) - (not typed.endswith(" "))
+        variables = {"COMP_WORDS": typed, "COMP_CWORD": str(position), "_DMCP_COMPLETE": "complete_bash"}
+        code, out, err = start("-c", WITHOUT_TORCH, **variables)
+    else:
+        code, out, err = start("-c", WITHOUT_TORCH, *words.split())
+    assert (code, err) == (0, "") and answer in out
 
 
 def test_a_shell_completes_words(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ import dmcp
 from dmcp.compare.methods import METHODS, AutoSlimConfig, Own, choose, find_method, title
 from dmcp.compare.problem import Choice, Problem
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
+from dmcp.runs.records import SearchRecord
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.records import SearchRecord
 
 QUICK: dict[str, dict[str, Any]] = {"slimming": {"sparsity": 0.01}, "dmcp": {"epochs": 6}}  # a second or two
 TINY: dict[str, dict[str, Any]] = {  # in which they only run

@@ -57,6 +57,14 @@ def test_other_libraries_and_own_modules(tmp_path: Path, monkeypatch: pytest.Mon
     assert sample_shape(build("timm:test_resnet")) == (3, 160, 160) and "timm:resnet18" in names(timm=True)
 
 
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_names_read_from_the_source_are_those_that_the_library_lists(library: str) -> None:
+    package = pytest.importorskip(library)
+    prefix = "timm:" if library == "timm" else ""
+    listed = {name for name in names(timm=library == "timm") if not name.startswith(("cifar:", "digits:"))}
+    assert listed == {prefix + name for name in package.models.list_models()}
+
+
 def test_libraries_are_not_looked_for_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither timm, nor what it imports where that is installed, nor by a name in the settings of a run."""
     here, installed = tmp_path / "here", tmp_path / "installed"

@@ -22,10 +22,9 @@ from dmcp import models
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError, FileError
-from dmcp.results import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST
+from dmcp.runs.records import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, SearchRecord
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.records import SearchRecord
 from dmcp.settings import Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.losses import DistillationWarning, MetricWarning, classification_loss

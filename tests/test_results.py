@@ -16,10 +16,10 @@ from short_runs import TRAIN, Noise, prune, traced_residual
 from torch import nn
 
 import dmcp
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, divergence, milliseconds, notes, standard_error
+from dmcp.results import divergence, milliseconds, notes, standard_error
 from dmcp.results import results_table as text_of
+from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, StepRecord
 from dmcp.runtime.io import from_plain
-from dmcp.training.loop import StepRecord
 
 
 def rows(*values: float, **settings: Any) -> list[Row]:

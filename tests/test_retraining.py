@@ -13,7 +13,6 @@ from short_runs import SEARCH, TRAIN, Noise, prune, traced_residual
 from torch import nn
 
 import dmcp
-from dmcp.results import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED
 from dmcp.retraining import (
     DivergenceWarning,
     Retraining,
@@ -21,6 +20,7 @@ from dmcp.retraining import (
     catch_up,
     train_all,
 )
+from dmcp.runs.records import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import generator
 from dmcp.searching.steps import StepContext, weight_step
 from dmcp.searching.subnets import make_chains

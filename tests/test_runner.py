@@ -21,8 +21,8 @@ from dmcp.compare.protocol import Comparison, PlannedRun, Protocol, Subject, beg
 from dmcp.compare.runner import OneRun
 from dmcp.compare.table import write_table
 from dmcp.errors import DmcpError, FileError
-from dmcp.results import Row
 from dmcp.runs.config import RunConfig
+from dmcp.runs.records import Row
 from dmcp.runs.writing import Run
 from dmcp.runtime.io import Lock
 from dmcp.settings import TrainConfig

@@ -20,7 +20,7 @@ import dmcp
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.report.finish import finish
 from dmcp.runs.config import RunConfig
-from dmcp.runs.reading import list_runs, read_run, read_runs
+from dmcp.runs.reading import list_runs, read_overview, read_run, read_runs
 from dmcp.runs.saved_search import save_search
 from dmcp.runs.writing import Run, free_folder
 from dmcp.runtime.io import Lock
@@ -130,8 +130,8 @@ def test_facts_of_a_finished_run(tmp_path: Path) -> None:
     assert run.expected == pytest.approx({"conv1": 1 + 2 / 2 + 2 / 4, "conv2": 4 + 4 * sigmoid})
     assert read_run(write_run(tmp_path / "b", TEST_LINES, unpruned=None)).share("macs") is None
     long = write_run(tmp_path / "d", [*step_lines(400), *TEST_LINES])
-    assert len(read_run(long, tail=20).search) == 20 - len(TEST_LINES)
-    assert read_run(long, tail=20).describe() == read_run(long).describe()
+    assert len(read_overview(long, tail=20).search) == 20 - len(TEST_LINES)
+    assert read_overview(long, tail=20).describe() == read_run(long).describe()
 
 
 @pytest.mark.parametrize(

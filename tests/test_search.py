@@ -22,9 +22,10 @@ import dmcp.searching.steps
 from dmcp import models
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError, WidthsError
 from dmcp.markov import CERTAIN, marginals, sample_groups
+from dmcp.runs.records import SearchRecord
 from dmcp.runtime.engine import resolve
 from dmcp.searching.budget import front_alphas, parse_budget, ratios
-from dmcp.searching.records import SearchRecord, SearchResult, expected_shares
+from dmcp.searching.records import SearchResult, expected_shares
 from dmcp.searching.search import SearchWarning
 from dmcp.settings import SearchConfig
 from dmcp.training.loop import Log

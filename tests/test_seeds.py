@@ -20,8 +20,8 @@ from commands import command as typed
 from dmcp.cli import processes, seeds
 from dmcp.cli.processes import Command, run_side_by_side
 from dmcp.cli.seeds import summarize, summary_table
-from dmcp.results import DMCP, UNPRUNED, Row
 from dmcp.runs.files import LOG, SETTINGS
+from dmcp.runs.records import DMCP, UNPRUNED, Row
 from dmcp.runs.writing import Run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

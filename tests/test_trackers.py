@@ -16,9 +16,8 @@ import pytest
 from dmcp.errors import DmcpError
 from dmcp.report import trackers
 from dmcp.report.trackers import Tracker, scalars
-from dmcp.results import Row
-from dmcp.searching.records import SearchRecord
-from dmcp.training.loop import Event, StepRecord
+from dmcp.runs.records import Row, SearchRecord, StepRecord
+from dmcp.training.loop import Event
 
 SETTINGS = {"job": {"model": "resnet18", "ignore": ["fc"]}, "search": {"lr": 0.2}, "train": None}
 

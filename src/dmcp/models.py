@@ -1,4 +1,7 @@
-"""Networks by the name that a person types, and plain networks for small images."""
+"""Networks by the name that a person types.
+
+Imports no torch, so that a shell completes names at once; what builds a network does.
+"""
 
 from __future__ import annotations
 
@@ -8,83 +11,43 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NoReturn
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dmcp.errors import DmcpError
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _FETCHING = ("weights", "pretrained", "checkpoint")  # how arguments begin that make a library fetch or read weights
 _CURRENT_FOLDER = ""  # on sys.path
+_REGISTERED = re.compile(  # in the source of a library: @register_model, other decorators, def NAME
+    r"""^@register_model(?:\((?:name=)?(?:"(?P<alias>[^"]+)")?\))?\n  # torchvision may give another name
+    (?:@.*\n(?:[ )].*\n)*)*  # decorators, perhaps of several lines
+    def[ ](?P<function>\w+)\(""",
+    re.MULTILINE | re.VERBOSE,
+)
 
-# plain networks for small images
-
-
-class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 projection where the shape changes."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.downsample = None
-        if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x
-        if self.downsample is not None:
-            shortcut = self.downsample(x)
-        x = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(x)) + shortcut)
+# networks for small images
 
 
-class ResNet(nn.Module):
-    """Residual network of three stages for small images (He et al., 2016, section 4.2)."""
+def _resnet(**kwargs: Any) -> nn.Module:
+    """Build a residual network for small images."""
+    from dmcp.networks import ResNet
 
-    def __init__(
-        self,
-        blocks: int,  # per stage
-        num_classes: int = 10,
-        width: int = 16,  # channels of the first stage; each next one has twice as many
-        sample_shape: tuple[int, int, int] = (3, 32, 32),
-    ) -> None:
-        super().__init__()
-        self.sample_shape = sample_shape
-        self.conv1 = nn.Conv2d(sample_shape[0], width, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = _stage(blocks, width, width, stride=1)
-        self.layer2 = _stage(blocks, width, 2 * width, stride=2)
-        self.layer3 = _stage(blocks, 2 * width, 4 * width, stride=2)
-        self.fc = nn.Linear(4 * width, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        logits: Tensor = self.fc(x.mean(dim=(2, 3)))
-        return logits
-
-
-def _stage(blocks: int, inputs: int, outputs: int, stride: int) -> nn.Sequential:
-    """Blocks in a row, the first of which changes the channels and the resolution."""
-    first = Block(inputs, outputs, stride)
-    return nn.Sequential(first, *(Block(outputs, outputs, 1) for _ in range(blocks - 1)))
+    return ResNet(**kwargs)
 
 
 def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
     """torchvision's MobileNetV2 with two strides less, so that 32x32 images end at 4x4."""
-    torchvision = library("torchvision")  # imported late, as everywhere in this file, since it takes seconds
+    from torch import nn
+
+    torchvision = library("torchvision")
     stages = [  # expansion, channels, repeats, stride; torchvision's second stage has stride 2
         [1, 16, 1, 1],
         [6, 24, 2, 1],
@@ -105,13 +68,13 @@ def mobilenet_v2(num_classes: int = 10, **kwargs: Any) -> nn.Module:
 
 NETS: Mapping[str, Mapping[str, Callable[..., nn.Module]]] = {
     "cifar": {
-        "resnet20": partial(ResNet, 3),
-        "resnet32": partial(ResNet, 5),
-        "resnet56": partial(ResNet, 9),
-        "resnet110": partial(ResNet, 18),
+        "resnet20": partial(_resnet, blocks=3),
+        "resnet32": partial(_resnet, blocks=5),
+        "resnet56": partial(_resnet, blocks=9),
+        "resnet110": partial(_resnet, blocks=18),
         "mobilenet_v2": mobilenet_v2,
     },
-    "digits": {"resnet": partial(ResNet, blocks=1, sample_shape=(1, 8, 8))},
+    "digits": {"resnet": partial(_resnet, blocks=1, sample_shape=(1, 8, 8))},
 }
 
 
@@ -125,6 +88,8 @@ def build(name: str, /, **kwargs: Any) -> nn.Module:
     networks for small images, `package.module:factory` is your own function or class. The keyword arguments go to its
     builder.
     """
+    from torch import nn
+
     factory = find(name)
     try:
         with warnings.catch_warnings():  # GoogLeNet and Inception announce a change of their own initialization
@@ -144,6 +109,8 @@ def rebuild(name: str, typed: Iterable[str], classes: int | None, seed: int = 0)
 
     typed: the words of --model-args. classes: those of the data, for networks that take a number of classes.
     """
+    import torch
+
     arguments = dict(argument(word) for word in typed)
     if classes is not None and (of_library(name) or _takes_classes(find(name))):
         arguments = {"num_classes": classes} | arguments
@@ -199,9 +166,21 @@ def sample_shape(model: nn.Module, usual: tuple[int, ...] = (3, 224, 224)) -> tu
 def names(timm: bool = False) -> list[str]:
     """List the names that `build` knows: torchvision's and those of small networks, or timm's."""
     if timm:
-        return [f"timm:{name}" for name in library("timm").list_models()]
+        return [f"timm:{name}" for name in _registered_in("timm")]
     small = [f"{package}:{name}" for package, networks in NETS.items() for name in networks]
-    return [*small, *library("torchvision").models.list_models()]
+    return [*small, *_registered_in("torchvision")]
+
+
+def _registered_in(library_name: str) -> list[str]:
+    """List the models of torchvision or timm by reading its source: importing it would take seconds."""
+    spec = importlib.util.find_spec(library_name)
+    if spec is None or spec.origin is None:
+        return []
+    models = set()
+    for path in Path(spec.origin).with_name("models").rglob("*.py"):
+        for match in _REGISTERED.finditer(path.read_text(encoding="utf-8")):
+            models.add(match["alias"] or match["function"])
+    return sorted(models)
 
 
 def find(name: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
 from dmcp.errors import WidthsError
 from dmcp.exporting.latency import Latency
-from dmcp.exporting.latency_limit import LatencyOutcome, choose_within_latency
+from dmcp.exporting.latency_limit import choose_within_latency
 from dmcp.exporting.timing import Measure, Timer
 from dmcp.feasibility import check_budget, latency_folder, parse_budgets, reachable, with_latency
 from dmcp.request import (
@@ -28,19 +28,7 @@ from dmcp.request import (
     resolve_settings,
     warn_of_teacher,
 )
-from dmcp.results import (
-    CUT,
-    DMCP,
-    ORIGINAL,
-    TEACHER,
-    UNIFORM,
-    UNPRUNED,
-    PruneResult,
-    Row,
-    for_budget,
-    measure_networks,
-    unknown_scores,
-)
+from dmcp.results import PruneResult, for_budget, measure_networks, unknown_scores
 from dmcp.retraining import (
     Retraining,
     TrainedNetworks,
@@ -50,6 +38,7 @@ from dmcp.retraining import (
     given_networks,
     train_all,
 )
+from dmcp.runs.records import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, LatencyOutcome, Row
 from dmcp.runtime import progress
 from dmcp.runtime.batches import Loader, length_of
 from dmcp.runtime.checkpoint import digest_of_loader, plain_settings

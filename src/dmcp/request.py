@@ -12,8 +12,8 @@ from dmcp.arguments import checked
 from dmcp.budgets import Budget, choose_middle, read_budget
 from dmcp.compare.methods import Own, find_method
 from dmcp.errors import BudgetError, DmcpError, TrainingError
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, UNPRUNED
 from dmcp.retraining import Retraining, check_teacher_use, copy_of_teacher, is_model, warn_of_poor_teacher
+from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.runtime.distributed import current
 from dmcp.settings import AUTO, Retrain, SearchConfig, TrainConfig, defaults

@@ -14,49 +14,30 @@ import torch
 from torch import nn
 
 from dmcp.budgets import Budget
-from dmcp.exporting.latency_limit import LatencyOutcome
 from dmcp.exporting.timing import time_in_turns
+from dmcp.runs.records import (
+    ACCURACY,
+    BASELINES,
+    LOSS,
+    METRIC,
+    LatencyOutcome,
+    Row,
+    SearchRecord,
+    StepRecord,
+    pruned,
+    score,
+)
 from dmcp.runtime.batches import Loader, device_of, size_of
-from dmcp.searching.records import SearchRecord, SearchResult
-from dmcp.settings import UNPRUNED as UNPRUNED
+from dmcp.searching.records import SearchResult
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import call_model, kept_modes
 from dmcp.tracing.widths import Widths
-from dmcp.training.loop import Runtime, StepRecord, Task, evaluate_counted
+from dmcp.training.loop import Runtime, Task, evaluate_counted
 from dmcp.training.losses import LowerIsBetter, Metric
 from dmcp.units import table
 
-# Rows of the table
-DMCP = "dmcp"
-UNIFORM = "uniform"
-ORIGINAL = "original"  # the model as it was given
-CUT = "right after the cut"  # a trained model that was cut and calibrated, but not trained again
-TEACHER = "teacher"  # a teacher of its own, with the architecture of the model
-_BASELINES = (ORIGINAL, CUT, TEACHER, UNPRUNED, UNIFORM)
-
-# What a score is
-ACCURACY = "accuracy"
-LOSS = "loss"
-METRIC = "metric"
-
 ROUNDS = 3  # of timing, a few passes each
 _RISE = 0.1  # the part of the first loss by which the loss of a single batch may differ by chance
-
-
-@dataclass(frozen=True)
-class Row:
-    """One network of the table of results."""
-
-    name: str
-    macs: int  # of one sample
-    params: int
-    accuracy: float  # the metric on the test set, in most cases a mean over its samples
-    ms: float = 0.0  # time of a pass over one batch on this machine
-    batch: int = 0  # samples in that batch
-    samples: int = 0  # samples in the test set; 0 if their number is unknown
-    score: str = ACCURACY  # "metric" (the user's own) and "loss" are plain numbers, not shares of correct answers
-    lower_is_better: bool = False
-    train_loss: float | None = None  # mean over the last epoch of its training; None if it was not trained here
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +159,7 @@ def results_table(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") ->
 def notes(rows: Sequence[Row], graph: ChannelGraph, origin: str = "") -> list[str]:
     """Sentences for readers of the table: what shares refer to, what pruning changed, and how certain that is."""
     results = pruned(rows)
-    baselines = [row for row in rows if row.name in _BASELINES and row not in results]
+    baselines = [row for row in rows if row.name in BASELINES and row not in results]
 
     lines = [f"100% is the unpruned network: {graph.macs():,} MACs, {graph.params():,} parameters"]
     if origin:
@@ -199,27 +180,6 @@ def _test_set_note(first: Row, results: Sequence[Row]) -> str:
         return note
     points = 100 * max(error_of(row) or 0.0 for row in results)
     return f"{note}: the standard error of an accuracy is \N{PLUS-MINUS SIGN} {points:.1f} points"
-
-
-def pruned(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the pruned networks: one for each budget."""
-    results = [row for row in rows if not _is_baseline(row)]
-    if results or not rows:
-        return results
-    method = rows[-1].name.partition(" ")[0]  # "uniform", which is a baseline unless it was the method itself
-    return [row for row in rows if row.name.partition(" ")[0] == method]
-
-
-def _is_baseline(row: Row) -> bool:
-    """Whether the name is that of a baseline, or of a baseline for one of several budgets."""
-    return any(row.name == name or row.name.startswith(f"{name} ") for name in _BASELINES)
-
-
-def score(row: Row, unit: str = "%") -> str:
-    """The accuracy in percent; any other metric with four digits."""
-    if row.score == ACCURACY:
-        return f"{100 * row.accuracy:.2f}{unit}"
-    return f"{row.accuracy:.4g}"
 
 
 def score_name(rows: Sequence[Row]) -> str:

@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.cutting import cut, reinitialize
 from dmcp.errors import TrainingError
-from dmcp.results import ORIGINAL, TEACHER, UNPRUNED, divergence, last_epoch_loss
+from dmcp.results import divergence, last_epoch_loss
+from dmcp.runs.records import ORIGINAL, TEACHER, UNPRUNED, StepRecord
 from dmcp.runtime.batches import Loader, device_of, generator, length_of
 from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current, gather, share_tensors
@@ -22,7 +23,7 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import kept_modes, modules_of, narrow, tensors_in, unwrap
 from dmcp.tracing.widths import Widths, fingerprint
 from dmcp.training.calibration import recalibrate
-from dmcp.training.loop import Runtime, StepRecord, Task, train
+from dmcp.training.loop import Runtime, Task, train
 from dmcp.training.losses import classification_loss, distillation_loss, warn
 from dmcp.training.trained import describe_guessing
 

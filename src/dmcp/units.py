@@ -52,6 +52,11 @@ def show_mean(shares: Sequence[float], sign: str = "") -> str:
     return f"{mean} ({len(shares)})"
 
 
+def show_share(share: float) -> str:
+    """Return a share in percent: 49.9 %."""
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
 def show_range(low: str, high: str) -> str:
     """Return a range as text: 8–10; or one value, if both are the same."""
     if low == high:

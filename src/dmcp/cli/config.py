@@ -10,7 +10,10 @@ from typing import Any
 from dmcp import settings
 from dmcp.budgets import choose_middle
 from dmcp.errors import DmcpError, FileError, TrainingError
+from dmcp.models import is_harmless
 from dmcp.runs.config import RunConfig, find_recipe
+from dmcp.runs.files import SETTINGS, is_run, read_json
+from dmcp.runtime.io import from_plain, quote
 from dmcp.settings import AUTO, COMMANDS, RUNS, Bound, Retrain, Setting, describe, setting
 
 GIVEN = "given"  # the teacher that is the network of --weights
@@ -263,9 +266,6 @@ def settle(
 
 def read_config(run: Path) -> tuple[dict[str, Any], RunConfig]:
     """All that the settings of a run say, and its tree; FileError where they are not of this version."""
-    from dmcp.runs.files import SETTINGS, is_run, read_json  # imports torch
-    from dmcp.runtime.io import from_plain, quote
-
     if not is_run(run):
         raise FileError(f"{run} is not a run. dmcp runs FOLDER lists the runs in a folder.")
     stored = read_json(run / SETTINGS)
@@ -299,8 +299,6 @@ def _resumed(request: Request) -> RunConfig:
 
 def needs_typing(config: RunConfig) -> dict[str, str]:
     """The settings that run other code than a library's, or use the network, as they are typed, by option."""
-    from dmcp.models import is_harmless  # imports torch
-
     needs = {}
     if not is_harmless(config.model, config.model_args):
         needs["model"] = config.model
@@ -318,8 +316,6 @@ def check_typed(run: Path, config: RunConfig, typed: Mapping[str, Any]) -> None:
 
     Whoever made the run has written its settings; a person trusts only what this person types.
     """
-    from dmcp.runtime.io import quote  # imports torch
-
     needs = needs_typing(config)
     for option in needs.keys() & typed.keys():
         value = typed[option]

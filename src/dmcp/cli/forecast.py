@@ -22,9 +22,9 @@ from dmcp.exporting.timing import synchronize
 from dmcp.feasibility import parse_budgets, reachable
 from dmcp.pruning import PruneJob, phases
 from dmcp.request import check_method
-from dmcp.results import UNIFORM
 from dmcp.retraining import Retraining
 from dmcp.runs.config import RunConfig
+from dmcp.runs.records import UNIFORM
 from dmcp.runtime import progress
 from dmcp.runtime.batches import core_count, device_of
 from dmcp.searching.budget import costs

@@ -14,8 +14,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dmcp import __version__
+from dmcp.cli.completion import complete_model, complete_run
 from dmcp.cli.config import Request, make_config
-from dmcp.cli.options import Grouped, complete_model, takes_settings
+from dmcp.cli.options import Grouped, takes_settings
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.runs.config import RunConfig
 from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, RuntimeKind
@@ -192,7 +193,7 @@ def is_first() -> bool:
 
 
 def _late(module: str) -> Any:
-    """Import a module of commands now: it imports torch."""
+    """Import a module of commands now: all but `runs` import torch."""
     return importlib.import_module(f"dmcp.cli.{module}")
 
 
@@ -210,7 +211,7 @@ Workers = Annotated[int | None, typer.Option(metavar="<int>", min=1, max=1024, h
 Seed = Annotated[int, typer.Option(metavar="<int>", min=0, max=MAX_SEED, help="Random seed for --direct.")]
 _TYPED_AGAIN = "Network of the run. Required if building it runs your own code or downloads weights."
 RunModel = Annotated[str, typer.Option(help=_TYPED_AGAIN, autocompletion=complete_model)]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", autocompletion=complete_run)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only the result, no progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -467,12 +468,15 @@ def runs(
       dmcp runs
       dmcp runs ~/experiments --json
     """
-    _late("show").runs(folder, as_json)
+    _late("runs").runs(folder, as_json)
 
 
 @app.command(cls=Grouped)
 def report(
-    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.")],
+    run: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.", autocompletion=complete_run),
+    ],
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML page about runs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from enum import StrEnum
@@ -12,9 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from dmcp.cli.completion import COMPLETIONS
 from dmcp.cli.config import SETTINGS_OPTIONS, ComparisonOptions, Option, Request, option_word, options_of
-from dmcp.errors import DmcpError
-from dmcp.runs.config import RECIPES
 from dmcp.settings import AUTOMATIC, Bound, Setting
 
 _GROUPS = ("Model and data", "Budget", "Latency", "Search", "Training", "Batches and device", "Run", "Comparison")
@@ -109,10 +107,8 @@ def _parameter(option: Option, command: str) -> inspect.Parameter:
         details["metavar"] = "<str>"
     if described.type == Bound:
         details["metavar"] = "[NAME=]N"
-    if option.name in ("model", "teacher_model"):
-        details["autocompletion"] = complete_model
-    if option.name == "recipe":
-        details["autocompletion"] = _complete_recipe
+    if option.name in COMPLETIONS:
+        details["autocompletion"] = COMPLETIONS[option.name]
 
     words = [option_word(option.name)]
     if described.type is bool and described.default is not False:
@@ -152,20 +148,3 @@ def _default_words(value: object) -> str:
     if isinstance(value, str | int | float | Path) and value not in ("", 0):
         return str(value)
     return ""
-
-
-# completion
-
-
-def complete_model(incomplete: str) -> list[str]:
-    """Names of networks; the libraries that have them are imported for it."""
-    from dmcp import models
-
-    with contextlib.suppress(DmcpError):  # timm may not be installed
-        names = models.names(timm=incomplete.startswith("timm:"))
-        return [name for name in names if name.startswith(incomplete)]
-    return []
-
-
-def _complete_recipe(incomplete: str) -> list[str]:
-    return [name for name in RECIPES if name.startswith(incomplete)]

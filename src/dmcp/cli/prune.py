@@ -16,7 +16,7 @@ from dmcp.cli.session import session
 from dmcp.cutting import cut
 from dmcp.report.finish import finish
 from dmcp.request import check_method
-from dmcp.results import DMCP, ORIGINAL, UNIFORM, PruneResult, measure_networks, results_table
+from dmcp.results import PruneResult, measure_networks, results_table
 from dmcp.retraining import (
     Retraining,
     describe_origin,
@@ -29,6 +29,7 @@ from dmcp.retraining import (
 from dmcp.runs.config import RunConfig
 from dmcp.runs.files import REPORT
 from dmcp.runs.reading import read_widths
+from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM
 from dmcp.runs.storage import save
 from dmcp.searching.records import expected_shares
 from dmcp.settings import UNPRUNED, Retrain

@@ -18,10 +18,10 @@ from dmcp.cli.session import run_folder
 from dmcp.errors import DmcpError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.request import check_method
-from dmcp.results import Row
 from dmcp.runs.config import RunConfig
 from dmcp.runs.files import is_run
 from dmcp.runs.reading import read_run
+from dmcp.runs.records import Row
 from dmcp.runs.writing import Run
 from dmcp.units import show_mean, show_range, table
 

@@ -1,18 +1,15 @@
-"""The commands that look at networks, data and runs: inspect, data, latency, sample, evaluate, export, runs, report."""
+"""The commands that look at networks, data and runs: inspect, data, latency, sample, evaluate, export, report."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from dmcp.cli.config import check_typed, read_config
@@ -34,11 +31,12 @@ from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.exporting import export as exporting
 from dmcp.exporting.latency import measure_latency
 from dmcp.exporting.timing import time_files
-from dmcp.report.html import make_page, percent
-from dmcp.results import Row, measure_networks, results_table, score
+from dmcp.report.html import make_page
+from dmcp.results import measure_networks, results_table
 from dmcp.runs.config import RunConfig
 from dmcp.runs.files import EXPORTED, INPUT, SEARCH_FILE, WIDTHS, read_json
-from dmcp.runs.reading import list_runs, read_run, read_runs, read_widths
+from dmcp.runs.reading import read_overview, read_runs, read_widths
+from dmcp.runs.records import Row, score
 from dmcp.runs.saved_search import load_search
 from dmcp.runs.storage import load
 from dmcp.runs.writing import Run
@@ -56,22 +54,6 @@ _BATCH = 64  # images in a batch that calibrates or tests a file with 8 bits
 _LISTED = 20  # lines of each list in the description of a data set
 _TAIL = 100  # lines at the end of a log, which hold the tested networks
 _ROUNDING = 0.001  # by which accuracy may differ on another device
-
-
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table as wide as the terminal; in a pipe, it is as wide as it must be, so that no name is broken."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 100_000
-    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
-        if column in ("size", "MACs", "accuracy"):
-            grid.add_column(column, justify="right", overflow="fold")
-        else:
-            grid.add_column(column, justify="left", overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    console.print(grid)
 
 
 # networks
@@ -189,31 +171,6 @@ def _describe_list(title: str, entries: Sequence[str]) -> Iterator[str]:
 # runs
 
 
-def runs(folder: Path, as_json: bool) -> None:
-    """Run `dmcp runs`: list the runs in a folder."""
-    past_runs = list_runs(folder)
-    if as_json:
-        print_json([run.describe() for run in past_runs])
-        return
-    if not past_runs:
-        print(f"{folder}: no runs.")
-        return
-    columns = ("name", "command", "model", "data", "budget", "state", "accuracy", "MACs", "started")
-    rows = []
-    for run in past_runs:
-        cells = run.describe()
-        if cells["progress"]:
-            cells["state"] += f": {cells['progress']}"
-        cells["accuracy"] = ""
-        if run.result:
-            cells["accuracy"] = score(run.result, " %")
-        cells["MACs"] = ""
-        if cells["macs_share"] is not None:
-            cells["MACs"] = percent(cells["macs_share"])
-        rows.append([cells[column] for column in columns])
-    _print_table(columns, rows)
-
-
 def report(runs: Sequence[Path], out: Path) -> None:
     """Run `dmcp report`: write a page about some runs."""
     Run(out.parent).write(out.name, make_page(read_runs(runs)))
@@ -323,7 +280,7 @@ def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -
 
 def _recorded_row(run: Path, row: Row) -> Row | None:
     """Return the result that the run recorded, if it is about the same network, test set and metric as this row."""
-    recorded = read_run(run, _TAIL).result
+    recorded = read_overview(run, _TAIL).result
     if recorded is None:
         return None
     if (recorded.samples, recorded.params, recorded.score) != (row.samples, row.params, row.score):

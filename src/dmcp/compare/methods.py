@@ -21,7 +21,7 @@ from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Probl
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.exporting.export import blaming
 from dmcp.models import imported
-from dmcp.results import DMCP, UNIFORM
+from dmcp.runs.records import DMCP, UNIFORM
 from dmcp.runtime.batches import generator, input_of, size_of
 from dmcp.runtime.distributed import current, mean_values
 from dmcp.runtime.engine import ResolvedEngine

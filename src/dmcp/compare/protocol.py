@@ -19,9 +19,9 @@ from dmcp.data.datasets import DataSet, split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DmcpError, FileError
 from dmcp.exporting.export import blaming
-from dmcp.results import DMCP, UNIFORM, UNPRUNED
 from dmcp.runs.config import RunConfig
 from dmcp.runs.files import CHECKPOINTS, SETTINGS, read_json
+from dmcp.runs.records import DMCP, UNIFORM, UNPRUNED
 from dmcp.runs.writing import Run
 from dmcp.runtime.batches import Loader
 from dmcp.runtime.io import from_plain

@@ -20,9 +20,10 @@ from dmcp.data.datasets import split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import TrainingError
 from dmcp.exporting.export import blaming
-from dmcp.results import UNPRUNED, Row, last_epoch_loss, measure_networks
+from dmcp.results import last_epoch_loss, measure_networks
 from dmcp.retraining import Retraining, catch_up, train_all
 from dmcp.runs.files import PREPARED, read_json
+from dmcp.runs.records import UNPRUNED, Row
 from dmcp.runs.storage import load, save
 from dmcp.runs.writing import Run
 from dmcp.runtime.batches import Loader, device_of

@@ -14,8 +14,8 @@ from dmcp.compare.protocol import RESULT, SAME, check_alike, is_done, to_plain
 from dmcp.compare.runner import Result
 from dmcp.errors import FileError
 from dmcp.exporting.export import blaming
-from dmcp.results import UNIFORM, UNPRUNED, Row
 from dmcp.runs.files import read_json
+from dmcp.runs.records import UNIFORM, UNPRUNED, Row
 from dmcp.runs.writing import Run
 from dmcp.runtime.io import MOST_JSON, from_plain, read_bytes
 from dmcp.units import counted, show_mean, show_range, table

@@ -8,7 +8,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,63 +18,18 @@ from dmcp.budgets import LATENCY, Budget, Limit, limits_latency
 from dmcp.exporting.export import missing_packages
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.timing import Measure, Timer, device_name
+from dmcp.runs.records import LatencyOutcome
 from dmcp.runtime.distributed import current, gather
 from dmcp.runtime.io import MOST_JSON, parse_json, read_bytes, write_files
 from dmcp.settings import LatencyConfig, RuntimeKind
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import narrow, unwrap
 from dmcp.tracing.widths import Widths
-from dmcp.units import FS_PER_MS, show_ms
+from dmcp.units import FS_PER_MS
 
 Picked = TypeVar("Picked")
 CHOICE_FILE = "choice-{}.json"  # times of what was picked, beside the checkpoints of a search
 _TRIES = 3  # further choices, if a network is slower than its forecast
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyOutcome:
-    """How a latency limit ended: milliseconds of a forward pass."""
-
-    asked_ms: float
-    predicted_ms: float
-    unpruned_ms: float
-    how: str  # device and batch, in words
-    measured_ms: float | None = None  # None: not on this machine
-    again: int = 0  # how often widths were chosen again, because the network was too slow
-
-    @property
-    def held(self) -> bool:
-        """Whether the network is fast enough, as measured, or else as predicted."""
-        ms = self.predicted_ms if self.measured_ms is None else self.measured_ms
-        return ms <= self.asked_ms
-
-    @property
-    def text(self) -> str:
-        """The outcome in a sentence."""
-        measured = "not measured"
-        if self.measured_ms is not None:
-            measured = f"measured {show_ms(self.measured_ms)}"
-        if self.again:
-            measured += f", chosen again {self.again}x"
-        return (
-            f"latency {self.how}: asked {show_ms(self.asked_ms)}, predicted {show_ms(self.predicted_ms)}, {measured}; "
-            f"the unpruned network takes {show_ms(self.unpruned_ms)}"
-        )
-
-    @property
-    def warning(self) -> str:
-        """A sentence about a limit that is exceeded, or was not measured; empty otherwise."""
-        if self.measured_ms is None:
-            return (
-                f"The latency was not measured, {show_ms(self.predicted_ms)} is a forecast: "
-                f"the table was measured {self.how}, which is not available here."
-            )
-        if self.held:
-            return ""
-        return (
-            f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for. "
-            "Choose a smaller budget, or measure on an idle machine."
-        )
 
 
 def choose_within_latency(

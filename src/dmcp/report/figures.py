@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dmcp.budgets import COUNT, NAMES, UNITS, show_amount
-from dmcp.searching.records import SearchRecord, SearchResult
+from dmcp.runs.records import SearchRecord
+from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected_widths
 from dmcp.tracing.widths import Widths
 from dmcp.units import show_count

@@ -12,8 +12,9 @@ from urllib.parse import quote as quote_url
 from dmcp.budgets import LATENCY, NAMES, show_amount
 from dmcp.exporting.latency import LATENCY_FILE
 from dmcp.report.figures import Point, accuracy_over_cost, draw_all, save_figure
-from dmcp.results import ACCURACY, PruneResult, error_of, results_table
+from dmcp.results import PruneResult, error_of, results_table
 from dmcp.runs.files import INPUT, LOG, OUTCOME, REPORT, SETTINGS, read_json
+from dmcp.runs.records import ACCURACY
 from dmcp.runs.saved_search import save_search
 from dmcp.runs.storage import save
 from dmcp.runs.writing import Run

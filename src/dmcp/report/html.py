@@ -12,23 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dmcp.budgets import NAMES
 from dmcp.report import figures
-from dmcp.results import (
-    ACCURACY,
-    DMCP,
-    ORIGINAL,
-    UNPRUNED,
-    Row,
-    difference,
-    error_of,
-    score,
-    score_name,
-    show_loss,
-    unknown_scores,
-)
+from dmcp.results import difference, error_of, score_name, show_loss, unknown_scores
 from dmcp.runs.files import WEIGHTS
 from dmcp.runs.reading import PastRun, value_at
+from dmcp.runs.records import ACCURACY, DMCP, ORIGINAL, UNPRUNED, Row, score
 from dmcp.runtime.io import make_printable
-from dmcp.units import show_bytes
+from dmcp.units import show_bytes, show_share
 
 if TYPE_CHECKING:  # imported where they are needed: most commands make no page
     from jinja2 import Template
@@ -94,7 +83,7 @@ def summary(run: PastRun) -> str:
     parts = []
     share = run.share("macs")
     if share:
-        size = f"{percent(share)} of"
+        size = f"{show_share(share)} of"
         if _HALF[0] <= share < _HALF[1]:
             size = "Half"
         parts.append(f"{size} the MACs")
@@ -104,11 +93,6 @@ def summary(run: PastRun) -> str:
     gaps = _gaps(run, row) or [f"{score_name([row])}, {row.name} {_score(row)}"]
     parts.append(gaps[0])
     return ", ".join(parts)
-
-
-def percent(share: float) -> str:
-    """49.9 %"""
-    return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
 def _describe(number: int, run: PastRun) -> dict[str, Any]:
@@ -125,7 +109,7 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
         facts["macs"] = f"{run.result.macs:,}"
     share = run.share("macs")
     if share:
-        facts["share"] = percent(share)
+        facts["share"] = show_share(share)
     facts["summary"] = summary(run)
     facts["tiles"] = _tiles(run)
 
@@ -229,7 +213,7 @@ def _cost_tile(run: PastRun, row: Row, kind: str, title: str, more: str = "") ->
     full = run.unpruned(kind)
     if full is None:
         return Tile(title, f"{cost:,}", f"the unpruned network was not counted{more}")
-    return Tile(title, percent(cost / full), f"{cost:,} of {full:,}{more}")
+    return Tile(title, show_share(cost / full), f"{cost:,} of {full:,}{more}")
 
 
 # the tables

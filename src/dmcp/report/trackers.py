@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dmcp.errors import DmcpError
-from dmcp.results import Row
 from dmcp.runs.files import read_json
+from dmcp.runs.records import Row, SearchRecord, StepRecord
 from dmcp.runs.writing import Run
-from dmcp.searching.records import SearchRecord
-from dmcp.training.loop import Event, StepRecord
+from dmcp.training.loop import Event
 
 WANDB_FILE = "wandb.json"  # the id of the run in W&B, with which it is resumed there
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ SEARCH_FILE = "search.json"
 ALPHAS = "search.safetensors"
 
 _MAX_LOG = 2**30  # bytes of a log that are read
+_MAX_ALPHAS = 2**26  # bytes of a file of alphas that are read
 
 
 def is_run(folder: Path) -> bool:
@@ -51,6 +53,15 @@ def read_json(path: Path) -> dict[str, Any]:
     data = parse_json(read_bytes(path, MOST_JSON), path)
     if not isinstance(data, dict):
         raise FileError(f"{path}: not a file of a run: it holds a {type(data).__name__}.")
+    return data
+
+
+def read_alphas(folder: Path, checksum: object) -> bytes:
+    """Read the file of the alphas of a search; `checksum` is the SHA-256 that search.json keeps of it."""
+    path = folder / ALPHAS
+    data = read_bytes(path, _MAX_ALPHAS)
+    if hashlib.sha256(data).hexdigest() != checksum:
+        raise FileError(f"{path}: truncated, or changed since it was saved.")
     return data
 
 

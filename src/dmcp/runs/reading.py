@@ -1,4 +1,7 @@
-"""Runs that are read back: one, several, or all in a folder. Files may be damaged, or written by somebody else."""
+"""Runs that are read back: one, several, or all in a folder. Files may be damaged, or written by somebody else.
+
+Imports no torch, so that a list of runs is quick; `read_run` does, for the search.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dmcp.errors import FileError
-from dmcp.exporting.latency_limit import LatencyOutcome
-from dmcp.results import ACCURACY, Row, pruned
 from dmcp.runs.files import (
     EXPORTED,
     LOG,
@@ -25,17 +26,18 @@ from dmcp.runs.files import (
     WIDTHS,
     is_done,
     is_run,
+    read_alphas,
     read_json,
     read_records,
 )
-from dmcp.runs.saved_search import read_summary
+from dmcp.runs.records import ACCURACY, LatencyOutcome, Row, SearchRecord, StepRecord, pruned
 from dmcp.runtime.io import from_plain, is_locked, make_printable
-from dmcp.searching.records import SearchRecord
-from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
-from dmcp.training.loop import StepRecord
 
-_LIST_TAIL = 1000  # lines of a log that a list of runs needs
+if TYPE_CHECKING:
+    from dmcp.tracing.graph import ChannelGraph
+
+_LIST_TAIL = 100  # lines of a log that a list of runs needs: its last step, and the tested networks
 _MAX_NUMBER = 1e18  # beyond what any network costs, and what a chart can show
 
 
@@ -171,11 +173,25 @@ class PastRun:
 # one run
 
 
-def read_run(folder: Path, tail: int = 0) -> PastRun:
-    """Read a run as far as possible, the whole log or its last `tail` lines; a folder without a run is refused.
+def read_run(folder: Path) -> PastRun:
+    """Read a run as far as possible; a folder without a run is refused.
 
     Reading stops at the first file that is damaged, and says which one it is.
     """
+    run = read_overview(folder)
+    if run.problems or not (folder / SEARCH_FILE).is_file():
+        return run
+    from dmcp.runs.saved_search import read_summary  # imports torch
+
+    try:
+        summary = read_summary(folder)
+    except Exception as error:  # a file may hold anything
+        return replace(run, problems=(_describe_problem(folder, SEARCH_FILE, error),))
+    return replace(run, targets=summary.targets, expected=summary.expected)
+
+
+def read_overview(folder: Path, tail: int = 0) -> PastRun:
+    """Read a run without the tensors of its search, and without torch; of its log all lines, or the last `tail`."""
     if not is_run(folder):
         raise FileError(f"{folder}: not a run: give a folder that dmcp prune, search or train has made.")
     dated = folder / SETTINGS
@@ -211,8 +227,7 @@ def read_run(folder: Path, tail: int = 0) -> PastRun:
 
         file = SEARCH_FILE
         if (folder / SEARCH_FILE).is_file():
-            summary = read_summary(folder)
-            facts |= {"targets": summary.targets, "expected": summary.expected}
+            read_alphas(folder, read_json(folder / SEARCH_FILE)["sha256"])
     except Exception as error:  # a file may hold anything
         facts["problems"] = (_describe_problem(folder, file, error),)
     return PastRun(**facts)
@@ -310,7 +325,7 @@ def _budgets_of(run: Path) -> list[Path]:
 
 def list_runs(root: Path) -> list[PastRun]:
     """The runs in a folder, oldest first, with the ends of their logs."""
-    runs = [read_run(folder, _LIST_TAIL) for folder in root.iterdir() if is_run(folder)]
+    runs = [read_overview(folder, _LIST_TAIL) for folder in root.iterdir() if is_run(folder)]
     return sorted(runs, key=lambda run: (run.started, run.name))
 
 

@@ -17,13 +17,13 @@ from dmcp.budgets import Budget
 from dmcp.errors import FileError, WidthsError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.markov import marginals, moment
-from dmcp.runs.files import ALPHAS, LOG, SEARCH_FILE, read_json, read_stage
-from dmcp.runtime.io import from_plain, parse_tensors, quote, read_bytes, write_files
-from dmcp.searching.records import SearchRecord, SearchResult
+from dmcp.runs.files import ALPHAS, LOG, SEARCH_FILE, read_alphas, read_json, read_stage
+from dmcp.runs.records import SearchRecord
+from dmcp.runtime.io import from_plain, parse_tensors, quote, write_files
+from dmcp.searching.records import SearchResult
 from dmcp.tracing.graph import ChannelGraph
 
 _FORMAT = "torch-dmcp search 1"
-_MAX_ALPHAS = 2**26  # bytes of a file of alphas that are read
 _MAX_GROUP = 2**31  # channels in a group, more than any network has
 
 
@@ -81,7 +81,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
     if (folder / LATENCY_FILE).exists():
         graph = Latency.load(folder / LATENCY_FILE).attach(graph)
 
-    alphas, sizes = _read_chains(folder / ALPHAS, len(graph.spaces), facts.sha256)
+    alphas, sizes = _read_chains(folder, len(graph.spaces), facts.sha256)
     if (sizes.sum(dim=1) > torch.tensor([space.size for space in graph.spaces])).any():
         raise FileError(f"{folder / ALPHAS}: its chains have more channels than this network.")
     return SearchResult(
@@ -109,17 +109,15 @@ def read_summary(folder: Path) -> SearchSummary:
     spaces = [str(name) for name in facts["spaces"]]
     targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
 
-    alphas, sizes = _read_chains(folder / ALPHAS, len(spaces), facts["sha256"])
+    alphas, sizes = _read_chains(folder, len(spaces), facts["sha256"])
     widths = moment(marginals(alphas.double()), sizes, 1).tolist()
     return SearchSummary(targets, dict(zip(spaces, widths, strict=True)))
 
 
-def _read_chains(path: Path, spaces: int, checksum: object) -> tuple[Tensor, Tensor]:
+def _read_chains(folder: Path, spaces: int, checksum: object) -> tuple[Tensor, Tensor]:
     """Read alphas (S, G-1) and group sizes (S, G), and check them."""
-    data = read_bytes(path, _MAX_ALPHAS)
-    if hashlib.sha256(data).hexdigest() != checksum:
-        raise FileError(f"{path}: truncated, or changed since it was saved.")
-    tensors = parse_tensors(data, path)
+    path = folder / ALPHAS
+    tensors = parse_tensors(read_alphas(folder, checksum), path)
     alphas = tensors.get("alphas", torch.empty(0))
     sizes = tensors.get("sizes", torch.empty(0))
     if not _are_chains(alphas, sizes, spaces):

@@ -14,8 +14,9 @@ from typing import Any
 
 from dmcp.errors import FileError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
-from dmcp.results import Row, divergence
+from dmcp.results import divergence
 from dmcp.runs.files import CHECKPOINTS, INPUT, LOG, SETTINGS, TIMES, is_done, is_run, read_lines, read_stage
+from dmcp.runs.records import Row
 from dmcp.runs.saved_search import save_search
 from dmcp.runtime.checkpoint import Checkpointer, load_checkpoint
 from dmcp.runtime.distributed import current

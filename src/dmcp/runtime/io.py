@@ -18,13 +18,14 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-import safetensors.torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from dmcp.errors import FileError
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a list of runs reads no tensors
+    from torch import Tensor
 
 LOCK = "lock"
 CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -166,6 +167,8 @@ def _parse_int(digits: str) -> int | float:
 
 def parse_tensors(data: bytes, name: object) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
+    import safetensors.torch
+
     try:
         return safetensors.torch.load(data)
     except Exception as error:  # safetensors and torch raise many classes for a header that makes no sense

@@ -10,6 +10,7 @@ from torch import Tensor
 from dmcp.arguments import checked
 from dmcp.budgets import Budget
 from dmcp.markov import marginals
+from dmcp.runs.records import SearchRecord
 from dmcp.runtime.distributed import World, mean_values
 from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, parse_budget, ratios
@@ -17,44 +18,6 @@ from dmcp.tracing.graph import ChannelGraph
 
 _NEAR = 0.9  # how far outside of its band, as a factor, a search may end and count as arrived
 _WIDTHS_EVERY = 10  # steps: there may be many spaces, and 100,000 steps
-
-
-@dataclass(frozen=True)
-class SearchRecord:
-    """Losses and learning rates of one search step; None for what it did not do."""
-
-    step: int
-    epoch: int
-    lr: float | None = None  # of the weights
-    weight_losses: tuple[float, ...] | None = None  # of each sub-network, the largest first
-    alpha_lr: float | None = None
-    task_loss: float | None = None
-    budget_loss: float | None = None
-    ratios: tuple[float, ...] | None = None  # expected cost over target, per limit
-    widths: tuple[float, ...] | None = None  # expected ones in every tenth step, to 0.01, in the order of graph.spaces
-
-    @property
-    def losses(self) -> dict[str, tuple[float, ...]]:
-        """What must be finite, by stages."""
-        return {
-            " in stage 1, the weights": self.weight_losses or (),
-            " in stage 2, the alphas": (self.task_loss or 0.0, self.budget_loss or 0.0),
-        }
-
-    @property
-    def text(self) -> str:
-        """The losses and the expected cost, for people who watch."""
-        parts = []
-        if self.weight_losses:
-            parts.append(f"loss {self.weight_losses[0]:.3f}")
-        if self.task_loss is not None:
-            parts.append(f"soft loss {self.task_loss:.3f}")
-        if self.ratios:
-            shares = " and ".join(f"{ratio:.1%}" for ratio in self.ratios)
-            parts.append(f"cost {shares} of budget")
-        else:
-            parts.append("warm-up")
-        return ", ".join(parts)
 
 
 class ArchRecord(NamedTuple):

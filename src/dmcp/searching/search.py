@@ -16,6 +16,7 @@ from dmcp.arguments import checked
 from dmcp.budgets import Budget
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.markov import CERTAIN, group_sizes, merged
+from dmcp.runs.records import SearchRecord
 from dmcp.runtime.batches import Loader, device_of, length_of, size_of
 from dmcp.runtime.checkpoint import DONE, ResumableIterator, State, seeded
 from dmcp.runtime.distributed import current, share_tensors, sum_values
@@ -24,7 +25,7 @@ from dmcp.runtime.io import from_plain
 from dmcp.runtime.progress import phase, shown
 from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, constant_alpha, front_alphas, parse_budget
-from dmcp.searching.records import SearchRecord, SearchResult, UnreadStep, missed_budget
+from dmcp.searching.records import SearchResult, UnreadStep, missed_budget
 from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, make_chains, sort_channels
 from dmcp.searching.supernet import Supernet

@@ -7,12 +7,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dmcp.errors import WidthsError
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a list of runs needs no tensors
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Widths(Mapping[str, int]):
 
     def tensor(self) -> Tensor:
         """The widths in the graph's order. -> (S,) int64"""
+        import torch
+
         return torch.tensor([kept for _, kept in self.channels], dtype=torch.int64)
 
     def to_json(self) -> dict[str, Any]:

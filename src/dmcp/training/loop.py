@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dmcp.arguments import checked
 from dmcp.errors import TrainingError
+from dmcp.runs.records import StepRecord
 from dmcp.runtime.batches import Loader, check_parts, device_of, input_of, length_of, on_device, size_of, widest
 from dmcp.runtime.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
@@ -112,27 +113,6 @@ def check_trainable(model: nn.Module) -> None:
 
 
 # the loop
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one training step reports."""
-
-    epoch: int  # from 0
-    step: int  # from 0, over all epochs
-    steps: int  # in all
-    lr: float
-    loss: float
-
-    @property
-    def text(self) -> str:
-        """The loss, for the progress line."""
-        return f"loss {self.loss:.3f}"
-
-    @property
-    def losses(self) -> dict[str, tuple[float, ...]]:
-        """The numbers that must be finite, by the text that says where they come from."""
-        return {"": (self.loss,)}
 
 
 @checked
