@@ -23,9 +23,11 @@ import dmcp
 from dmcp.data.datasets import load
 from dmcp.data.images import mean_and_std
 from dmcp.data.loaders import make_loader
+from dmcp.exporting.timing import forward_pass, time_in_turns
 from dmcp.models import build
 from dmcp.runtime.batches import batches_from
 from dmcp.runtime.cuda_graphs import Repeated
+from dmcp.settings import LatencyMode
 
 resnet20 = functools.partial(build, "cifar:resnet20", num_classes=10)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -166,6 +168,33 @@ def test_a_wide_network_in_batches_is_faster_where_it_is_narrow_and_its_time_is_
     assert table.place == "cuda" and table.device == torch.cuda.get_device_name() and table.batch == 512
     assert table.unpruned_ms > 1.5 * table.networks[1].ms and table.median_error < 0.3
     assert all(it.is_cuda and it.dtype == torch.float32 for it in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["captured", "compiled"])
+def test_a_deployed_forward_pass_computes_what_the_eager_one_does(mode: str) -> None:
+    """And takes no longer. Networks of one class keep their graphs apart."""
+    device, channels_last = torch.device("cuda"), torch.channels_last
+    x = torch.randn(2, 3, 224, 224, device=device, dtype=torch.bfloat16).to(memory_format=channels_last)
+    nets = [resnet18(num_classes=10).eval().to(device, torch.bfloat16, memory_format=channels_last) for _ in range(2)]
+    with torch.inference_mode():
+        references = [net(x).float() for net in nets]
+        eager = [functools.partial(net, x) for net in nets]
+        calls = [forward_pass(net, x, LatencyMode(mode), device) for net in nets]
+        times = time_in_turns([*eager, *calls], device)
+        for call, reference in zip(calls, references, strict=True):
+            out = call()
+            assert isinstance(out, torch.Tensor)
+            assert (out.float() - reference).norm() < 0.03 * reference.norm()
+    assert 0.02 < max(times[2:]) < min(times[:2])
+
+
+def test_networks_are_captured_by_default_and_stay_as_they_were() -> None:
+    model = resnet18(num_classes=10).cuda()
+    config = dmcp.LatencyConfig(batch=64, dtype="bfloat16", align=32, networks=12)  # type: ignore[arg-type]
+    table = dmcp.measure_latency(model, torch.zeros(2, 3, 224, 224), config=config)
+    assert (table.mode, table.channels_last) == (LatencyMode.CAPTURED, True)
+    assert table.unpruned_ms > table.networks[1].ms
+    assert all(it.is_cuda and it.dtype == torch.float32 and it.is_contiguous() for it in model.parameters())
 
 
 # image files

@@ -25,7 +25,7 @@ from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.exporting import latency as tables
 from dmcp.exporting.latency import Latency, measure_latency, sample_widths
 from dmcp.exporting.latency_limit import choose_within_latency, timer_like
-from dmcp.exporting.timing import Timer, device_name
+from dmcp.exporting.timing import Timer, device_name, forward_pass
 from dmcp.markov import marginals, sample_groups
 from dmcp.models import build
 from dmcp.report.html import make_page
@@ -34,7 +34,7 @@ from dmcp.runtime.io import record_hash
 from dmcp.searching.budget import check_reachable, costs, parse_budget
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected
-from dmcp.settings import LatencyConfig, RuntimeKind
+from dmcp.settings import LatencyConfig, LatencyMode, RuntimeKind
 from dmcp.tracing.graph import ChannelGraph
 
 pytestmark = pytest.mark.usefixtures("quick_commands")
@@ -252,6 +252,54 @@ def test_this_machine_is_measured() -> None:
     assert timer_like(found, X) is not None
     with pytest.raises(DmcpError, match="meta"):
         measure_latency(model, X, graph, LatencyConfig(device="meta"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"mode": "captured"}, {"mode": "eager", "channels_last": True, "runtime": "onnx"}, {"mode": "fast"}],
+    ids=str,
+)
+def test_a_mode_that_the_device_or_the_runtime_lacks_is_refused_first(more: Any) -> None:
+    model, graph = traced()
+    with pytest.raises(DmcpError, match=r"CUDA|onnxruntime|one of"):
+        measure_latency(model, X, graph, LatencyConfig(device="cpu", **more))
+
+
+def test_a_table_says_how_networks_ran_and_they_are_timed_so_again() -> None:
+    model, graph = traced()
+    found = measure_latency(model, X, graph, LatencyConfig(networks=12, channels_last=True))
+    assert found.mode is LatencyMode.EAGER and found.how.endswith("channels last)")
+    compiled = replace(found, mode=LatencyMode.COMPILED)
+    assert compiled.how.endswith("channels last, compiled)") and Latency.from_json(compiled.to_json()) == compiled
+    timer = timer_like(compiled, X)
+    assert timer is not None and timer.config.channels_last and timer.config.mode is LatencyMode.COMPILED
+
+
+def test_a_network_is_timed_in_the_memory_format_of_the_settings() -> None:
+    formats: list[bool] = []
+
+    class Noting(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            formats.append(all(it.is_contiguous(memory_format=torch.channels_last) for it in (x, self.weight)))
+            return super().forward(x)
+
+    for channels_last in (True, False):
+        config = LatencyConfig(device="cpu", mode=LatencyMode.EAGER, channels_last=channels_last)
+        Timer(config=config, threads=1, example=torch.zeros(1, 3, 9, 9)).times([Noting(3, 4, 3)])
+        assert set(formats) == {channels_last}
+        formats.clear()
+
+
+@pytest.mark.slow
+def test_compiled_networks_compute_the_same_and_none_of_many_runs_eagerly() -> None:
+    nets, x = [nn.Linear(width, 2).eval() for width in range(1, 12)], torch.randn(3, 1)
+    compiled = torch._dynamo.utils.counters["stats"]
+    with torch.inference_mode():
+        for net in nets:
+            before, x = compiled["unique_graphs"], torch.randn(3, net.in_features)
+            call = forward_pass(net, x, LatencyMode.COMPILED, torch.device("cpu"))
+            assert compiled["unique_graphs"] == before + 1
+            torch.testing.assert_close(call(), nn.functional.linear(x, net.weight, net.bias))
 
 
 # onnxruntime

@@ -67,6 +67,14 @@ class RuntimeKind(StrEnum):
     ONNX = "onnx"  # exported, in onnxruntime on the CPU in float32
 
 
+class LatencyMode(StrEnum):
+    """How torch runs a network whose latency is measured."""
+
+    EAGER = "eager"  # kernel by kernel, from Python
+    CAPTURED = "captured"  # the eager kernels in a CUDA graph: no Python, no gaps between launches
+    COMPILED = "compiled"  # by torch.compile; on a GPU in a CUDA graph, too
+
+
 class FloatType(StrEnum):
     """Dtypes in which latency is measured."""
 
@@ -378,6 +386,12 @@ class LatencyConfig:
     runtime: RuntimeKind = setting(
         RuntimeKind.TORCH, "Runtime used to measure latency: torch, or onnxruntime on the CPU."
     )
+    mode: LatencyMode | None = setting(
+        None,
+        "How torch runs the networks, as they will be deployed: eager, captured (a CUDA graph) or compiled. "
+        "Default: captured on a GPU, eager elsewhere.",
+    )
+    channels_last: bool | None = setting(None, "Use the channels-last memory format. Default: on GPUs.")
     networks: int = setting(40, "Number of networks to measure.", 12, 10_000)
     align: int | None = setting(None, _ALIGN, 1)
     min_channels: Bound = setting({}, "Minimum number of channels, as in SearchConfig.")

@@ -222,7 +222,14 @@ def with_checked_budgets(job: Job, folder: str = "") -> Job:
         device = config.latency_device
         if not device and runtime is not RuntimeKind.ONNX:
             device = str(place_of(config))
-        settings = LatencyConfig(batch=config.latency_batch, device=device, runtime=runtime)
+        settings = LatencyConfig(
+            batch=config.latency_batch,
+            device=device,
+            dtype=config.latency_dtype,
+            runtime=runtime,
+            mode=config.latency_mode,
+            channels_last=config.latency_channels_last,
+        )
         example = torch.randn(1, *job.data.shape, generator=generator(0))
         measured = time_networks(job.model, example, job.graph, search, settings)
         log(f"{measured.summary} Measured {len(measured.networks)} networks in {measured.seconds:.0f} s.")

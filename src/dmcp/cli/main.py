@@ -19,7 +19,7 @@ from dmcp.cli.config import Request, make_config
 from dmcp.cli.options import Grouped, takes_settings
 from dmcp.errors import DmcpError, RankError, StoppedError
 from dmcp.runs.config import RunConfig
-from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, RuntimeKind
+from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, LatencyMode, RuntimeKind
 
 _CODES = """\b
 Exit codes:
@@ -411,6 +411,10 @@ def latency(
     dtype: Annotated[FloatType, typer.Option(help=_help("dtype", LatencyConfig))] = LatencyConfig.dtype,
     networks: Annotated[int, typer.Option(help=_help("networks", LatencyConfig))] = LatencyConfig.networks,
     runtime: Annotated[RuntimeKind, typer.Option(help=_help("runtime", LatencyConfig))] = LatencyConfig.runtime,
+    mode: Annotated[LatencyMode | None, typer.Option(help=_help("mode", LatencyConfig))] = None,
+    channels_last: Annotated[
+        bool | None, typer.Option("--channels-last/--no-channels-last", help=_help("channels_last", LatencyConfig))
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time networks cut from a model, and fit a table that predicts the latency of other widths.
@@ -419,6 +423,7 @@ def latency(
     Examples:
       dmcp latency --model digits:resnet --out latency.json
       dmcp latency --model resnet18 --data ~/photos --runtime onnx
+      dmcp latency --model resnet18 --device cuda --batch 256 --dtype bfloat16 --mode compiled
     """
     config = RunConfig(
         model=model,
@@ -431,7 +436,15 @@ def latency(
     timed_on = ""  # else on the device of the network
     if runtime is RuntimeKind.ONNX:
         timed_on = device
-    settings = LatencyConfig(batch=batch, device=timed_on, dtype=dtype, runtime=runtime, networks=networks)
+    settings = LatencyConfig(
+        batch=batch,
+        device=timed_on,
+        dtype=dtype,
+        runtime=runtime,
+        mode=mode,
+        channels_last=channels_last,
+        networks=networks,
+    )
     _late("show").latency(config, classes, settings, out, as_json)
 
 

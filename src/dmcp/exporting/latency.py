@@ -23,12 +23,12 @@ from dmcp.arguments import checked
 from dmcp.budgets import LATENCY
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.exporting.export import missing_packages
-from dmcp.exporting.timing import Measure, Timer, device_name
+from dmcp.exporting.timing import Measure, Timer, device_name, resolve_mode
 from dmcp.runtime.batches import device_of, generator
 from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, record_hash, write_files
 from dmcp.runtime.progress import each, shown
 from dmcp.searching.rounding import allowed_widths
-from dmcp.settings import FloatType, LatencyConfig, RuntimeKind
+from dmcp.settings import FloatType, LatencyConfig, LatencyMode, RuntimeKind
 from dmcp.tracing.cost import Terms, evaluate, is_free, product, total
 from dmcp.tracing.coupling import Dims
 from dmcp.tracing.graph import ChannelGraph
@@ -40,7 +40,7 @@ from dmcp.units import FS_PER_MS, show_ms
 Array = NDArray[np.float64]
 Picked = TypeVar("Picked")
 LATENCY_FILE = "latency.json"  # the table's name in a run
-_FORMAT = "torch-dmcp latency 4"  # 3: the unpruned network is forecast as measured; 4: with a checksum
+_FORMAT = "torch-dmcp latency 5"  # 4: with a checksum; 5: with the mode and the memory format
 _CHECKSUM = "digest"  # of all else in the file
 _POOR = 0.15  # median error above which a warning is given
 
@@ -74,6 +74,8 @@ class Latency:
     batch: int
     threads: int
     dtype: FloatType
+    mode: LatencyMode  # how torch ran the networks
+    channels_last: bool
     seconds: float  # that measuring took
     runtime: RuntimeKind
 
@@ -116,6 +118,10 @@ class Latency:
         details = [f"batch {self.batch}", self.dtype]
         if self.place == "cpu":
             details.insert(1, "1 thread" if self.threads == 1 else f"{self.threads} threads")
+        if self.channels_last:
+            details.append("channels last")
+        if self.mode is not LatencyMode.EAGER:
+            details.append(self.mode)
         runtime = "in onnxruntime " if self.runtime == RuntimeKind.ONNX else ""
         return f"{runtime}on {self.device} ({', '.join(details)})"
 
@@ -211,6 +217,8 @@ def measure_latency(
     if not device:
         device = "cpu" if in_onnx else str(device_of(model))
     config = replace(config, device=device)
+    if measure is None:
+        config = resolve_mode(config)
     rows = sample_widths(graph, config)
     timer = Timer(config=config, threads=torch.get_num_threads(), example=example, measure=measure)
     times = timer.times(_cut(model, graph, row) for row in each("networks", rows))
@@ -248,6 +256,8 @@ def measure_latency(
         batch=config.batch,
         threads=timer.threads,
         dtype=config.dtype,
+        mode=config.mode or LatencyMode.EAGER,
+        channels_last=bool(config.channels_last),
         seconds=time.perf_counter() - start,
         runtime=config.runtime,
     )

@@ -90,7 +90,14 @@ def timer_like(table: Latency, example: Any, measure: Measure | None = None) -> 
             return None
         if table.runtime == RuntimeKind.ONNX and missing_packages():
             return None
-    config = LatencyConfig(batch=table.batch, device=table.place, dtype=table.dtype, runtime=table.runtime)
+    config = LatencyConfig(
+        batch=table.batch,
+        device=table.place,
+        dtype=table.dtype,
+        runtime=table.runtime,
+        mode=table.mode,
+        channels_last=table.channels_last,
+    )
     return Timer(config=config, threads=table.threads, example=example, measure=measure)
 
 

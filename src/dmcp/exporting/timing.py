@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import BudgetError, DmcpError
 from dmcp.exporting.export import blaming, open_file, random_like, silence
+from dmcp.runtime.cuda_graphs import capture
+from dmcp.runtime.engine import in_channels_last
 from dmcp.runtime.progress import phase
-from dmcp.settings import LatencyConfig, RuntimeKind
+from dmcp.settings import LatencyConfig, LatencyMode, RuntimeKind
 from dmcp.tracing.modules import batch_of, call_model, map_leaves, rebatch, tensors_in, without_autocast
 
 Measure = Callable[[nn.Module], float]  # a network in eval mode -> milliseconds of a forward pass
@@ -31,6 +33,8 @@ _MIN_ROUNDS = 5  # turns that they take even if it is late
 _MAX_SECONDS = 30.0
 _PASSES = 3  # of a turn that are timed
 _FAST = 10  # one pass in ten counts as a fast one
+_GPU_PASS = 5e-3  # seconds of a timed pass on a GPU: shorter calls are repeated in a row, since waiting takes time, too
+_MOST_NETWORKS = 1 << 30  # that torch.compile takes before it would run further ones eagerly
 _RESOLUTION = 1e-6  # seconds that a clock must tell apart
 _CPU = torch.device("cpu")
 
@@ -57,10 +61,15 @@ class Timer:
             example = rebatch(example, self.config.batch)
 
         setting = f"{device} with a batch of {self.config.batch} in {self.config.dtype}"
-        with blaming(f"The latency cannot be measured on {setting}", DmcpError), torch.inference_mode(not in_onnx):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(blaming(f"The latency cannot be measured on {setting}", DmcpError))
+            stack.enter_context(torch.inference_mode(not in_onnx))
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
 
             def move(tensor: Tensor) -> Tensor:
-                return tensor.to(device, dtype if tensor.is_floating_point() else None)
+                tensor = tensor.to(device, dtype if tensor.is_floating_point() else None)
+                return in_channels_last(tensor) if self.config.channels_last else tensor
 
             example = tree_map_only(Tensor, move, example)
             calls: list[Callable[[], object]] = []
@@ -68,8 +77,11 @@ class Timer:
                 net = net.to(device=device, dtype=dtype).eval()
                 if in_onnx:
                     calls.append(_session(net, example, self.threads))
-                else:
-                    calls.append(functools.partial(call_model, net, example))
+                    continue
+                if self.config.channels_last:
+                    for parameter in net.parameters():
+                        parameter.data = in_channels_last(parameter.data)
+                calls.append(forward_pass(net, example, self.config.mode, device))
             return time_in_turns(calls, device, self.threads)
 
 
@@ -101,6 +113,41 @@ def device_name(device: str) -> str:
         if line:
             return line[1].strip()
     return platform.processor() or platform.machine() or "a CPU"
+
+
+# networks in torch
+
+
+def resolve_mode(config: LatencyConfig) -> LatencyConfig:
+    """Choose what the settings leave open for their device; DmcpError if the device cannot run the mode."""
+    on_gpu = torch.device(config.device).type == "cuda"
+    mode = config.mode
+    if mode is None:
+        mode = LatencyMode.CAPTURED if on_gpu else LatencyMode.EAGER
+    if mode is LatencyMode.CAPTURED and not on_gpu:
+        raise DmcpError(f"CUDA graphs need a CUDA device: on {config.device} measure eager or compiled.")
+    if config.runtime == RuntimeKind.ONNX and (mode is not LatencyMode.EAGER or config.channels_last):
+        raise DmcpError("A mode and a memory format are torch's: leave them out for onnxruntime, or measure in torch.")
+    channels_last = on_gpu if config.channels_last is None else config.channels_last
+    return replace(config, mode=mode, channels_last=channels_last)
+
+
+def forward_pass(net: nn.Module, example: Any, mode: LatencyMode | None, device: torch.device) -> Callable[[], object]:
+    """Return a forward pass of a network, on the current device, as it will be deployed.
+
+    A compiled network is compiled here. On a GPU it is captured as well, as mode="reduce-overhead" would do.
+    """
+    if mode is LatencyMode.COMPILED:
+        net.compile(dynamic=False)
+    call = functools.partial(call_model, net, example)
+    if mode is LatencyMode.COMPILED:
+        # torch counts how often a class is compiled, and would run further networks eagerly.
+        limits = {"recompile_limit": _MOST_NETWORKS, "accumulated_recompile_limit": _MOST_NETWORKS}
+        with torch._dynamo.config.patch(limits):
+            call()
+    if mode in (LatencyMode.CAPTURED, LatencyMode.COMPILED) and device.type == "cuda":
+        return capture(call)
+    return call
 
 
 # networks in onnxruntime
@@ -154,26 +201,31 @@ def time_in_turns(
     """Return the milliseconds that each call usually takes: its fast passes, times one factor for all calls.
 
     The calls take turns, so that a machine that is slow for a while is slow for all of them. Fast passes are hardly
-    disturbed; the factor is how much longer than a fast pass a usual one takes.
+    disturbed; the factor is how much longer than a fast pass a usual one takes. On a GPU a pass is several calls in a
+    row.
     """
     now = _clock(device, threads)
     times: list[list[float]] = [[] for _ in calls]
+    repeats = [1 for _ in calls]
     start = time.perf_counter()
     with phase("timing", rounds + 1) as update, _threads(threads):
         for turn in range(rounds + 1):
             is_late = time.perf_counter() - start > _MAX_SECONDS
             if is_late and turn > _MIN_ROUNDS:
                 break
-            for call, call_times in zip(calls, times, strict=True):
+            for index, call in enumerate(calls):
                 for number in range(_PASSES + 1):
                     synchronize(device)
                     before = now()
-                    call()
+                    for _ in range(repeats[index]):
+                        call()
                     synchronize(device)
-                    ms = 1000 * (now() - before)
+                    seconds = (now() - before) / repeats[index]
                     # The first turn loads kernels, and the first pass of each turn warms caches.
                     if turn > 0 and number > 0:
-                        call_times.append(ms)
+                        times[index].append(1000 * seconds)
+                if turn == 0 and device.type != "cpu":
+                    repeats[index] = math.ceil(_GPU_PASS / seconds)
             update(turn + 1)
         update(rounds + 1)
 

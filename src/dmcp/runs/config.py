@@ -17,7 +17,9 @@ from dmcp.settings import (
     TRAININGS,
     Corrupt,
     Engine,
+    FloatType,
     Init,
+    LatencyMode,
     Retrain,
     RuntimeKind,
     SearchConfig,
@@ -90,6 +92,22 @@ class RunConfig:
     )
     latency_runtime: RuntimeKind = setting(
         RuntimeKind.TORCH, "Runtime used to measure latency.", group=_LATENCY, commands=SEARCHES
+    )
+    latency_mode: LatencyMode | None = setting(
+        None,
+        "How torch runs the networks that are timed, as you will deploy them: eager, captured (a CUDA graph) or "
+        "compiled. Default: captured on a GPU, eager elsewhere.",
+        group=_LATENCY,
+        commands=SEARCHES,
+    )
+    latency_dtype: FloatType = setting(
+        FloatType.FLOAT32, "Dtype of weights and inputs when latency is measured.", group=_LATENCY, commands=SEARCHES
+    )
+    latency_channels_last: bool | None = setting(
+        None,
+        "Measure latency in the channels-last memory format. Default: on GPUs.",
+        group=_LATENCY,
+        commands=SEARCHES,
     )
 
     method: str = setting(

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from dmcp.errors import DmcpError
+
 _WARM_CALLS = 3  # before the capture: kernels are loaded and tuned
 _MOST_GRAPHS = 2  # per step: the usual batch, and the last one of an epoch
 
@@ -97,6 +99,29 @@ class _Graph:
                 static.copy_(leaf, non_blocking=True)
         self.graph.replay()
         return tree_map_only(Tensor, torch.clone, self.out)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """A step without inputs as a CUDA graph: a call is one launch, and the outputs are those of the graph itself."""
+
+    step: Callable[[], Any]  # keeps the tensors alive that the graph reads
+    graph: _Graph
+
+    def __call__(self) -> Any:
+        self.graph.graph.replay()
+        return self.graph.out
+
+
+def capture(step: Callable[[], Any]) -> CapturedStep:
+    """Capture a step on the current device, after its warm-up; DmcpError if it cannot be captured."""
+    repeated = Repeated(step)
+    while not repeated.graphs and not repeated.refused:
+        repeated()
+    if repeated.refused:
+        raise DmcpError(f"The network cannot be captured as a CUDA graph ({repeated.refused}).")
+    (graph,) = repeated.graphs.values()
+    return CapturedStep(step, graph)
 
 
 _pool: Any = None  # memory that all graphs share: only one of them runs at a time

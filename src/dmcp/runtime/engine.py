@@ -120,7 +120,7 @@ class ResolvedEngine(Engine):
         """The input of a network, in the chosen memory format."""
         if not self.channels_last:
             return x
-        return tree_map_only(Tensor, _channels_last, x)
+        return tree_map_only(Tensor, in_channels_last, x)
 
     @contextlib.contextmanager
     def running(self, *models: nn.Module) -> Iterator[None]:
@@ -197,7 +197,7 @@ def best_device() -> torch.device:
 # what is switched and put back
 
 
-def _channels_last(tensor: Tensor) -> Tensor:
+def in_channels_last(tensor: Tensor) -> Tensor:
     """A tensor of four dims in the channels-last memory format; others as they are."""
     if tensor.ndim != 4:
         return tensor
@@ -210,7 +210,7 @@ def _use_channels_last(model: nn.Module, undo: contextlib.ExitStack) -> None:
     for parameter in model.parameters():
         if parameter.ndim == 4:
             undo.callback(_restride, parameter, parameter.stride())
-            parameter.data = _channels_last(parameter.data)
+            parameter.data = in_channels_last(parameter.data)
 
 
 @torch.no_grad()
