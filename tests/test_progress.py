@@ -85,7 +85,7 @@ def test_bars_are_shown_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(progress, "current", dmcp.runtime.distributed.current)
     prune(on_event=lambda event: print(event.stage))
     frames = terminal.getvalue()
-    assert all(name in frames for name in ("trace", "search", "unpruned", "uniform", "dmcp", "test", "in all", "100%"))
+    assert all(name in frames for name in ("trace", "search", "unpruned", "uniform", "dmcp", "test", "total", "100%"))
     assert "search" in capsys.readouterr().out  # is not taken for something to be shown above the bars
     monkeypatch.setattr(terminal, "write", MagicMock(side_effect=OSError(5, "Input/output error")))
     prune()  # also without its terminal

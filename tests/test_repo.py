@@ -78,5 +78,5 @@ def test_demo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert 0.9 * 0.5 <= ours / full <= 0.5
     ms = json.loads((tmp_path / "run" / "export.json").read_text())["model.onnx"]["ms"]
     last, page = printed.splitlines()[-1], (tmp_path / "run" / "report.html").read_text()
-    assert f"{ms['unpruned'] / ms['float32']:.2f} × as fast" in last and last.endswith("report.html")
+    assert f"{ms['unpruned'] / ms['float32']:.2f}× as fast" in last and last.endswith("report.html")
     assert f"{ms['float32']:.3g} ms a sample in onnxruntime" in page

@@ -67,9 +67,9 @@ def test_the_page_of_a_real_run(tmp_path: Path) -> None:
     row, other = result.rows[-1], result.rows[0]
     errors = [math.sqrt(it.accuracy * (1 - it.accuracy) / it.samples) for it in (row, other)]
     if min(row.accuracy, other.accuracy) > 0:
-        assert page.text.count(f"{100 * row.accuracy:.2f} ± {100 * errors[0]:.2f} %") >= 2  # tile, table
+        assert page.text.count(f"{100 * row.accuracy:.2f} ± {100 * errors[0]:.2f}%") >= 2  # tile, table
         assert f"± {100 * math.hypot(*errors):.2f} points against {other.name}" in page.text
-    assert f"{other.ms / row.ms:.2f} ×" in page.text and "on disk" in page.text
+    assert f"{other.ms / row.ms:.2f}×" in page.text and "on disk" in page.text
     assert all(space.name in page.text for space in result.graph.spaces)
     report = (run.folder / "report.md").read_text()
     assert [f"({path.name})" in report for path in run.folder.glob("*.svg")] == [True] * 2
@@ -103,8 +103,8 @@ def test_what_the_page_says(tmp_path: Path) -> None:
     page = Page(make_page([read_run(folder) for folder in (done, half, damaged)]))
     assert len(page.all("svg")) == 1 + 4 + 2
     says = [
-        "48 %",
-        "85.00 %",
+        "48%",
+        "85.00%",
         "train loss",
         "0.1234",
         "MACs: at most 500",
@@ -148,7 +148,7 @@ def test_the_commands(tmp_path: Path) -> None:
     write_run(tmp_path / "b" / "same", TEST_LINES)
     write_run(tmp_path / "b" / "half", step_lines(17), done=False)
     listed = CliRunner().invoke(app, ["runs", str(tmp_path / "b")]).stdout
-    assert "85.00 %" in listed and "48 %" in listed and "stopped: search, step 17, in epoch 2 of 4" in listed
+    assert "85.00%" in listed and "48%" in listed and "stopped: search, step 17, in epoch 2 of 4" in listed
     out = tmp_path / "deep" / "page.html"
     result = CliRunner().invoke(app, ["report", str(tmp_path / "b"), "--out", str(out)])
     assert result.exit_code == 0 and result.stdout == f"{out}\n", result.output

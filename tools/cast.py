@@ -24,7 +24,7 @@ from typing import Any
 
 import pyte
 
-COLUMNS, LINES, FRAMES = 80, 30, 60
+COLUMNS, LINES, FRAMES = 92, 30, 60
 LONGEST, LAST = 0.25, 6.0  # seconds of a frame
 WIDTH, HEIGHT, MARGIN, BAR = 8.4, 19, 16, 34  # of a character, around the text, above it; in pixels
 NAMES = ("default", "white", "black", "red", "green", "brown", "blue", "magenta", "cyan")

@@ -29,9 +29,9 @@ def cut(
     """A copy of the model that has only the kept channels: a plain module of the model's own class.
 
     by: which channels are kept. "first" is for supernets, whose first channels are the important ones; "l1" and "l2"
-    keep those with the largest filters, for a model that was trained as it is. A mapping may give a list of kept
-    indices instead of a number; spaces that it does not name stay full. The cut network is replayed, and a CutError is
-    raised where it does not do what the graph says.
+    keep those with the largest filters, for a model that was trained without a search. Instead of a number, a mapping
+    may give a list of the indices to keep; spaces that it does not name keep all channels. The cut network is replayed,
+    and a CutError is raised if it does not do what the graph predicts.
     """
     model = unwrap(model)
     graph.check_architecture(model)
@@ -60,9 +60,10 @@ def _largest_filters(model: nn.Module, graph: ChannelGraph, widths: Mapping[str,
 @checked
 @torch.no_grad()
 def reinitialize(module: nn.Module, generator: torch.Generator | Seed | None = None) -> None:
-    """Give the module, in place, the weights of a network of its shape that was never trained.
+    """Reinitialize the weights of the module in place, as if it had never been trained.
 
-    Convs and linears are initialized by He's rule, norms become 1 and 0 with empty running statistics, biases 0. Other
+    Convolutions and linear layers are initialized by He's rule; norms get a scale of 1, a shift of 0 and empty running
+    statistics; biases become 0. Other
     tensors (position embeddings, layer scales, ...) stay, and so do frozen parameters, and the statistics of norms that
     have no others.
     """

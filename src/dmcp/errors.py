@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class DmcpError(Exception):
-    """The root of all errors that this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose."""
 
 
 class ArgumentError(DmcpError, TypeError, ValueError):
-    """An argument of a public function that has the wrong type, or is none of the values that are allowed."""
+    """An argument of a public function has the wrong type, or is not one of the allowed values."""
 
 
 class TraceError(DmcpError):
@@ -16,27 +16,27 @@ class TraceError(DmcpError):
 
 
 class WidthsError(DmcpError, ValueError):
-    """Widths, indices or names that do not fit the network."""
+    """Widths, indices or names do not fit the network."""
 
 
 class BudgetError(DmcpError, ValueError):
-    """A budget that cannot be read, reached or kept."""
+    """A budget cannot be read, reached or kept."""
 
 
 class DataError(DmcpError):
-    """Data that is missing, or does not fit the network or the settings."""
+    """Data are missing, or do not fit the network or the settings."""
 
 
 class TrainingError(DmcpError):
-    """Training that cannot go on: a loss that is not a number."""
+    """Training cannot continue: a loss is not finite, or the settings are impossible."""
 
 
 class CutError(DmcpError):
-    """A cut network that does not do what the graph predicted."""
+    """A cut network does not do what the graph predicted."""
 
 
 class FileError(DmcpError, OSError):
-    """A saved result that cannot be written, read or trusted."""
+    """A saved result cannot be written, read or trusted."""
 
 
 class RankError(DmcpError):
@@ -44,4 +44,4 @@ class RankError(DmcpError):
 
 
 class StoppedError(DmcpError):
-    """A run that was asked to stop, and has saved where it is."""
+    """A run was asked to stop, and saved its state."""

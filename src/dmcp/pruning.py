@@ -85,23 +85,23 @@ def prune(
     task: Task = Task(),
     runtime: Runtime = Runtime(),
 ) -> PruneResult:
-    """Search widths inside the budget, cut the model to them, train the result and test it. The model is not changed.
+    """Search for widths within the budget, cut the model, train the result and test it. The model is not changed.
 
     budget: 0.5, "50%", "211M", "params:2M", "8ms" or "50%,params:2M". The default is that of the search settings, or
         else "50%". A list of budgets gives a network for each from a single search, at the budget of the search
         settings or else the middle one of the list; see `by_budget` of the result.
     method: "dmcp" searches. "l1", "l2", "uniform" and the other methods of `dmcp compare` choose widths and channels
-        in their own way; the networks that they choose are trained and tested in the same way.
-    search, train: all settings of the search and of the training. Without them, settings follow the number of images
-        and whether the model is trained, which is tested; see `dmcp.settings.defaults`.
+        in their own way; the resulting networks are trained and tested in the same way.
+    search, train: all settings of the search and of the training. Without them, the settings follow the number of
+        images, and whether a test shows that the model is trained; see `dmcp.settings.defaults`.
     retrain: how the pruned network gets its weights. "finetune" trains the weights of the search further. "scratch",
         as in the paper, starts from fresh weights; "slimmable" is the paper's DMCP*; "none" only calibrates BatchNorms.
     teacher: a trained network of any architecture with the same classes; all networks learn from it besides the
-        labels. "unpruned" trains the unpruned network first and learns from that. "auto" takes the model itself if it
-        is trained, or else "unpruned"; with a loss of your own there is no teacher.
+        labels. "unpruned" trains the unpruned network first and learns from that. "auto" uses the model itself if it
+        is trained, or else "unpruned"; with your own loss there is no teacher.
     baselines: True also trains the unpruned network and a network of uniform widths at the same budget, in the same
-        way. Or a list of "unpruned", "uniform" and "original", the model as given. Unless you give a list, the table of
-        a trained model also has the model itself, and its pruned network right after the cut.
+        way. You can also list "unpruned", "uniform" and "original" (the model as given). Unless you give a list, the
+        table of a trained model also has the model itself, and its pruned network right after the cut.
     graph: the result of `trace`, if you call it with settings of your own.
     latency: for budgets like "8ms": a table from `measure_latency`, or a function that takes a network and returns its
         milliseconds. Without either, networks are measured before the search, with a batch of 1 on the model's device.

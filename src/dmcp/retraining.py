@@ -216,7 +216,7 @@ def describe_origin(retraining: Retraining, teacher: str, name: str, start: str)
     share = 100 * retraining.config.kd_weight
     temperature = retraining.config.kd_temperature
     distillation = f"{share:g}% distillation from {teacher} (temperature {temperature:g})"
-    return f"{text}; its loss is {distillation}, the rest is the loss of the labels"
+    return f"{text}; loss: {distillation}, {100 - share:g}% labels"
 
 
 # teachers

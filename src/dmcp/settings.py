@@ -355,7 +355,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How networks are run; None means: chosen for the device."""
+    """How networks are run; None leaves the choice to dmcp, which follows the device."""
 
     precision: Precision | None = setting(
         None, "Dtype of the forward pass. Default: bfloat16 on GPUs that support it, else float32."
@@ -378,7 +378,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyConfig:
-    """Which networks are measured for a latency table, and how."""
+    """How many networks are measured for a latency table, and how."""
 
     batch: int = setting(1, "Batch size of a forward pass.", 1)
     device: str = setting("", "Device to measure on. Default: the device of the model; the CPU for onnxruntime.")

@@ -53,8 +53,8 @@ def show_mean(shares: Sequence[float], sign: str = "") -> str:
 
 
 def show_share(share: float) -> str:
-    """Return a share in percent: 49.9 %."""
-    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+    """Return a share in percent: 49.9%."""
+    return f"{100 * share:.1f}".removesuffix(".0") + "%"
 
 
 def show_range(low: str, high: str) -> str:

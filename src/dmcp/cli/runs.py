@@ -32,7 +32,7 @@ def runs(folder: Path, as_json: bool) -> None:
             cells["state"] += f": {cells['progress']}"
         cells["accuracy"] = ""
         if run.result:
-            cells["accuracy"] = score(run.result, " %")
+            cells["accuracy"] = score(run.result)
         cells["MACs"] = ""
         if cells["macs_share"] is not None:
             cells["MACs"] = show_share(cells["macs_share"])

@@ -124,7 +124,7 @@ def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
 class AutoSlimConfig(MethodConfig):
     """Settings of AutoSlim."""
 
-    epochs: int = setting(40, "Passes over the data to train the slimmable network; the paper: 10 to 20 %.", 1)
+    epochs: int = setting(40, "Passes over the data to train the slimmable network; the paper: 10 to 20%.", 1)
     groups: int = setting(10, "Number of groups that each space is divided into; one is dropped at a time.", 2)
     subnets: int = setting(2, "Random sub-networks in each step, besides the largest and the smallest.", 0)
     distill: bool = setting(True, "Distill the sub-networks from the largest one instead of using the labels.")

@@ -195,11 +195,11 @@ def measure_latency(
     *,
     measure: Measure | None = None,
 ) -> Latency:
-    """Measure cut networks of many widths, and fit a table that forecasts the time of any widths.
+    """Measure networks that are cut to many widths, and fit a table that predicts the latency of any widths.
 
-    measure: your own function, which gets a network in eval mode and returns the milliseconds of a forward pass: it
-        may export the network and time it on a phone. It is called once per network. Without it, this machine is
-        measured, with as many threads as torch has.
+    measure: your own function, which gets a network in eval mode and returns the milliseconds of a forward pass. It
+        may export the network and time it on a phone, for example. It is called once per network. Without it, the
+        networks are timed on this machine, with as many threads as torch uses.
     """
     start = time.perf_counter()
     config = config or LatencyConfig()

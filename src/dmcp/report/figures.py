@@ -279,7 +279,7 @@ def _with_legend(figure: Figure) -> Figure:
 
 
 def _in_percent(axis: Any) -> None:
-    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
 
 
 def amount(kind: str, number: float) -> str:

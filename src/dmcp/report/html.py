@@ -76,7 +76,7 @@ def _points(runs: Sequence[PastRun]) -> list[figures.Point]:
 
 
 def summary(run: PastRun) -> str:
-    """Half the MACs, 1.86 × as fast, −0.26 ± 0.94 points against unpruned; empty if nothing was tested."""
+    """Half the MACs, 1.86× as fast, −0.26 ± 0.94 points against unpruned; empty if nothing was tested."""
     row = run.result
     if row is None:
         return ""
@@ -89,7 +89,7 @@ def summary(run: PastRun) -> str:
         parts.append(f"{size} the MACs")
     speed = _speed(run, row)
     if speed:
-        parts.append(f"{speed.factor:.2f} × as fast")
+        parts.append(f"{speed.factor:.2f}× as fast")
     gaps = _gaps(run, row) or [f"{score_name([row])}, {row.name} {_score(row)}"]
     parts.append(gaps[0])
     return ", ".join(parts)
@@ -129,11 +129,11 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
 
 
 def _score(row: Row) -> str:
-    """95.81 ± 1.03 %"""
+    """95.81 ± 1.03%"""
     error = error_of(row)
     if error is None:
-        return score(row, " %")
-    return f"{score(row, '')} ± {100 * error:.2f} %"
+        return score(row)
+    return f"{score(row, '')} ± {100 * error:.2f}%"
 
 
 # the tiles
@@ -156,7 +156,7 @@ def _tiles(run: PastRun) -> list[Tile]:
         speed = _speed(run, row)
         if speed:
             times = f"{speed.after_ms:.3g} ms {speed.timed}, before {speed.before_ms:.3g} ms"
-            tiles.append(Tile("Speed", f"{speed.factor:.2f} ×", times))
+            tiles.append(Tile("Speed", f"{speed.factor:.2f}×", times))
         tiles.append(_cost_tile(run, row, "macs", "MACs kept"))
         weights = run.folder / WEIGHTS
         size = ""

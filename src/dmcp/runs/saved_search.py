@@ -61,9 +61,9 @@ def save_search(result: SearchResult, folder: Path) -> None:
 
 @checked
 def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchResult:
-    """Load the search of a run, for `expected` and `direct`; `graph`: traced from the unpruned model as it was.
+    """Load the search of a run, for `expected` and `direct`. `graph` is the trace of the same unpruned model.
 
-    The file has `alphas` (S, G-1) and group `sizes` (S, G), which are 0 behind the end of a short chain.
+    The file has `alphas` (S, G-1) and group `sizes` (S, G), which are 0 after the end of a short chain.
     """
     folder = Path(folder)
     try:

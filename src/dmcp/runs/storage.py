@@ -40,8 +40,8 @@ _MAX_EXTRA = 2**30  # bytes of weights beyond those of the model, for a head wit
 def save(small: nn.Module, widths: Widths, folder: str | os.PathLike[str]) -> None:
     """Write the network into the folder as model.safetensors and widths.json; other files there are left alone.
 
-    Whenever this is killed, `load` finds the old result or the new one: both files are complete before either is
-    renamed, and widths.json has the checksum of its weights.
+    Even if the process is killed, `load` finds either the old result or the new one: both files are complete before
+    either is renamed, and widths.json has the checksum of its weights.
     """
     folder = Path(folder)
     small = unwrap(small)
@@ -92,10 +92,11 @@ def _int_attributes(small: nn.Module) -> dict[str, dict[str, Any]]:
 
 @checked
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Load the network that `save` wrote, as a narrowed copy of the model, which is the unpruned architecture.
+    """Load the network that `save` wrote: a narrowed copy of `model`, which must be the unpruned architecture.
 
-    Values and dtypes are the saved ones; devices, mode and requires_grad are the model's. A run folder needs no model
-    if a library builds it by name. "owner/name" that is not a folder here is fetched from the Hugging Face Hub.
+    Values and dtypes are those that were saved; devices, mode and requires_grad are those of the model. A run folder
+    needs no model if a library builds it by name. If "owner/name" is not a folder, it is fetched from the Hugging Face
+    Hub.
     """
     locate = _locate(Path(folder))
     if model is None:

@@ -365,7 +365,7 @@ def _owners(optimizer: Optimizer) -> dict[str, list[tuple[dict[str, Any], Tensor
 @checked
 @dataclass(eq=False)
 class Checkpointer:
-    """Saves the state of a loop in a folder now and then, and brings a new process to where an old one was."""
+    """Saves the state of a loop in a folder at intervals, so that a new process can resume where an old one stopped."""
 
     folder: Path
     identity: Mapping[str, Any] = field(default_factory=dict)  # settings that must not change; prune has a default

@@ -149,7 +149,7 @@ class Progress:
         if comparable:
             done = sum(listed.work * listed.done for listed in comparable)
             total = sum(listed.work * listed.steps for listed in comparable)
-            _set_bar(shown_bars, len(self.phases), "in all", done, total, f"{done / total:.0%}", time_left)
+            _set_bar(shown_bars, len(self.phases), "total", done, total, f"{done / total:.0%}", time_left)
         shown_bars.refresh()
 
 

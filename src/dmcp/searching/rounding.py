@@ -151,7 +151,7 @@ def _trade(
     """Widen one space and narrow another while that is better; where there are few widths, take the best of all.
 
     First comes how near widths are to the share that must be used. Then it is the largest relative distance from the
-    wish plus ten times what is missing to the tolerance: one percent of the budget is worth a width that is 10 % off.
+    wish plus ten times what is missing to the tolerance: one percent of the budget is worth a width that is 10% off.
     """
     must_use = min(TOLERANCE, tolerance)
     if tolerance > FILLED:  # the user asked for more than is usual

@@ -31,8 +31,8 @@ def expected_widths(result: SearchResult) -> Tensor:
 def expected(result: SearchResult, align: int | None = None) -> Widths:
     """Expected sampling: the expected widths, rounded to multiples of `align` that are inside the budget.
 
-    The default of `align` is that of the search. FILLED of the budget is used, in small networks a little less: see
-    `round_to_budget`.
+    By default, `align` is that of the search. At least FILLED of the budget is used, in small networks a little less:
+    see `round_to_budget`.
     """
     smallest = result.sizes[:, 0]
     largest = result.sizes.sum(dim=1)
@@ -53,8 +53,8 @@ def direct(
 ) -> list[Widths]:
     """Direct sampling: up to n different widths sampled from the chains, all inside the budget.
 
-    Those that use FILLED of the budget come first. There is at least one, or BudgetError; there are fewer than n if all
-    tries together gave no more, as chains do that have become certain.
+    Those that use at least FILLED of the budget come first. If no sample is inside the budget, BudgetError is raised;
+    there may be fewer than n if the chains have become certain and all tries gave the same few widths.
     """
     if min(n, tries) < 1:
         raise BudgetError(f"n and tries must be at least 1, not {n} and {tries}.")
@@ -110,9 +110,9 @@ def uniform(
 ) -> Widths:
     """One ratio for all spaces, as large as the budget allows, rounded; the rest of the budget goes to single spaces.
 
-    Each of them gets one channel (or step of `align`) more at most, those that rounding left furthest below first. Only
-    where that does not use the budget to the tolerance, as in networks of few channels, some get more. The bounds are
-    widths, one number for all, or numbers by name.
+    Each of these gets at most one more channel (or step of `align`), beginning with those that rounding lowered most.
+    Only if that does not use the budget up to the tolerance, as in networks with few channels, do some get more. The
+    bounds are widths, one number for all, or numbers by name.
     """
     unpruned = graph.full.tensor().double()
     allowed = allowed_widths(graph, min_channels, max_channels, align)
@@ -129,7 +129,7 @@ def random_widths(
     tolerance: Share = FILLED,
     max_channels: Bound | None = None,
 ) -> Widths:
-    """Widths sampled uniformly until they use the budget to the tolerance; after many tries, the last are scaled."""
+    """Widths sampled uniformly until they use the budget up to the tolerance; after many tries, the last are scaled."""
     budget = parse_budget(budget, graph)
     allowed = allowed_widths(graph, min_channels, max_channels, align)
     chances = torch.rand(_TRIES, len(graph.spaces), generator=as_generator(generator), dtype=torch.float64)

@@ -57,8 +57,8 @@ def search(
 ) -> SearchResult:
     """Train the supernet's weights and alphas in turn, in place; the alphas are the distribution of widths.
 
-    `arch_loader` gives the alphas batches of their own. The same supernet, data, settings and device end in the same
-    bits; the random state of torch is left as it was.
+    With `arch_loader`, the alphas are trained on its batches instead. The same supernet, data, settings and device give
+    bit-identical results; the random state of torch is left unchanged.
     """
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
@@ -107,10 +107,11 @@ def search(
 
 
 class Searcher:
-    """A search that your own loop drives; `search` is such a loop.
+    """The steps of a search for your own training loop; `search` is such a loop.
 
-    Either `step(batch)` does all of one step, or `weight_loss(batch)` and, after the warm-up, `arch_loss(batch)` give
-    what your own optimizers of `net.weights()` and `net.alphas()` minimize. `result()` has the alphas at any time.
+    Either call `step(batch)` for a whole step; or minimize `weight_loss(batch)` and, after the warm-up,
+    `arch_loss(batch)` with your own optimizers of `net.weights()` and `net.alphas()`. `result()` returns the alphas at
+    any time.
     """
 
     @checked

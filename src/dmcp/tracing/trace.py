@@ -73,8 +73,8 @@ def trace(
     ignore: names of modules or spaces whose channels are not pruned.
     rules: a dict from ops to channel rules, by default `dmcp.RULES`; extend it with `RULES | {op: rule}`.
     exact: leave channels unpruned where a gated network does not compute what a cut one does (under LayerNorm).
-    strict: raise an error for an op without a rule and where forward branches on values; never conclude from its value
-        that an attribute follows a width.
+    strict: raise an error for an op without a rule, and if forward branches on values; never infer from the value of
+        an attribute that it follows a width.
     verify: run the model, cut and gated, on real numbers, and leave unpruned whatever makes a difference, because code
         can behave differently while it is traced. This takes about three forward and backward passes of two samples.
     """

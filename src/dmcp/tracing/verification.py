@@ -46,7 +46,7 @@ def verify(
 ) -> float:
     """Compare the cut network with the gated one, and raise a CutError if they differ.
 
-    `trace` does this by itself. Use `verify` for other widths (whatever `cut` takes), or for other inputs than the
+    `trace` does this automatically. Use `verify` for other widths (whatever `cut` takes), or for other inputs than the
     traced one, such as a larger image. The networks run in float64 if the model can. Outputs are compared in eval mode,
     outputs and gradients in train mode; random numbers, such as those of dropout, are replaced by constants. Returns
     the largest difference between outputs, as a share of the largest output.

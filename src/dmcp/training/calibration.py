@@ -23,15 +23,15 @@ Forward = Callable[[Any], Any]  # runs the network on one input
 @checked
 @without_autocast
 def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None = None) -> None:
-    """Set the running statistics of every BatchNorm to those of all batches.
+    """Set the running statistics of every BatchNorm to those of all batches together.
 
     Mean and variance are those of all samples together, however they were batched. Only the BatchNorms run in train
-    mode, so dropout stays off; frozen ones are renewed, too. `forward` runs a sub-network of a supernet, with net.model
-    as the model: `lambda x: net(x, gates)`. Norms that do not run keep their statistics; after an error all of them do.
-    BatchNorm classes of your own must use `self.momentum`.
+    mode, so dropout stays off; frozen BatchNorms are recalibrated, too. To calibrate a sub-network of a supernet, pass
+    net.model as the model and `lambda x: net(x, gates)` as `forward`. Norms that do not run keep their statistics;
+    after an error, all norms do. BatchNorm classes of your own must use `self.momentum`.
 
-    Shuffle the samples: within a pass each BatchNorm normalizes by the batch, so that in batches of one class each the
-    norms behind it see other inputs than they will in use.
+    Shuffle the samples: during calibration each BatchNorm normalizes by the statistics of its batch, so if every batch
+    held a single class, the later norms would see other inputs than they will in use.
     """
     run = forward or partial(call_model, model)
     device = device_of(model)

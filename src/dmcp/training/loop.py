@@ -128,12 +128,12 @@ def train(
     teacher: nn.Module | None = None,
     after_epoch: Callable[[int], None] | None = None,
 ) -> list[StepRecord]:
-    """Train the model in place; afterwards it is in the mode that it was in.
+    """Train the model in place, and restore its mode (train or eval) afterwards.
 
-    A loss or weight that is not finite stops the training with a TrainingError that says where, and leaves the model as
-    it was when the losses were last read. The learning rate of each step is that of the config; ratios between the
-    groups of an optimizer are kept. `teacher` is a trained network to learn from besides the labels. `after_epoch` gets
-    the number of each epoch at its end, and may change weights in place.
+    If a loss or weight is not finite, training stops with a TrainingError that says where, and the model is restored to
+    its state when the losses were last read. The learning rate of each step follows from the config; ratios between
+    the groups of an optimizer are kept. `teacher` is a trained network to learn from besides the labels. `after_epoch`
+    is called with the number of each epoch at its end, and may change weights in place.
     """
     check_trainable(model)
     _check_teacher_is_separate(model, teacher)
@@ -374,10 +374,10 @@ def resume(
 def evaluate(
     model: nn.Module, loader: Iterable[Any], metric: Metric | None = None, forward: Forward | None = None
 ) -> float:
-    """The mean of the metric over all samples, by default the share of correct answers (0 to 1); modes are kept.
+    """Return the mean of the metric over all samples, by default the accuracy (0 to 1). The model's mode is kept.
 
-    A metric that is an object with reset, update and compute returns the number itself. `forward` runs the network
-    where that is not simply model(input), as in `recalibrate`.
+    A metric that is an object with reset, update and compute returns the number itself. Pass `forward` if running the
+    network is more than model(input), as in `recalibrate`.
     """
     return evaluate_counted(model, loader, metric, forward)[0]
 
