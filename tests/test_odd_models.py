@@ -6,11 +6,13 @@ import functools
 import math
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
+from dmcp.errors import TraceError
 
 
 class Odd(nn.Module):
@@ -101,8 +104,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "an object that holds itself, beside logits": lambda: Odd(plain, lambda y: (y, knot(y))),
     "values of a dict": lambda: Odd(plain, lambda y: {"logits": y}.values()),
     "slots": lambda: Odd(plain, Slots),
-    "a queue, a key, an array": lambda: Odd(plain, lambda y: (deque([y]), {2 * y: 1}, np.fromiter([3 * y], object))),
-    "functions": lambda: Odd(plain, lambda y: (lambda: y, functools.partial(torch.add, 2 * y), (3 * y).sum)),
+    "a queue, a key": lambda: Odd(plain, lambda y: (deque([y]), {2 * y: 1}, np.zeros(2))),
+    "dataclasses": lambda: Odd(plain, lambda y: (Record(y, "text"), SlottedRecord(2 * y), Named(3 * y, None))),
     "the last channels": lambda: Odd(lambda self, y: self.third(y)[:, -8:-4].repeat(1, 3, 1, 1)),
     "indices of a pool": lambda: Odd(with_indices),
     "running statistics": lambda: Odd(lambda self, y: self.third(y) + self.norm.running_mean.sum()),
@@ -125,6 +128,22 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@dataclass
+class Record:
+    logits: Tensor
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedRecord:
+    logits: Tensor
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    nothing: None
+
+
 class Slots(dict[str, Any]):
     """A dict with a tensor beside its values."""
 
@@ -132,6 +151,26 @@ class Slots(dict[str, Any]):
 
     def __init__(self, y: Tensor) -> None:
         self.logits = y
+
+
+HIDING: dict[str, Callable[[Tensor], Any]] = {
+    "a function": lambda y: lambda: y,
+    "a partial": lambda y: functools.partial(torch.add, y),
+    "a method": lambda y: y.sum,
+    "a method of an object": lambda y: SimpleNamespace(method=Slots(y).copy),
+    "a method of a class": lambda y: Odd(plain).forward,
+    "a reference": lambda y: [weakref.ref(y)],
+    "an array of objects": lambda y: {"logits": np.fromiter([y], object)},
+    "a generator": lambda y: (item for item in [y]),
+    "an iterator in a dataclass": lambda y: Record(y, iter([y])),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_what_may_hide_a_tensor_is_refused(name: str) -> None:
+    model = Odd(plain, lambda y: (y, HIDING[name](2 * y)))
+    with pytest.raises(TraceError, match="dataclass"):
+        dmcp.trace(model, torch.randn(2, 3, 12, 12))
 
 
 def knot(y: Tensor) -> SimpleNamespace:

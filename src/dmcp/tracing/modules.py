@@ -8,9 +8,9 @@ import functools
 import gc
 import io
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -22,6 +22,11 @@ from dmcp.errors import TraceError
 
 Cut = tuple[Tensor | None, ...]  # per dim: the indices that stay, None for all
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+# What `tensors_in` looks into, what it takes for plain values, and what may hide a tensor though it has attributes.
+_COLLECTIONS = (list, tuple, deque, Set, ValuesView)
+_WITHOUT_TENSORS = (str, int, float, nn.Module, type, ModuleType, io.IOBase)
+_HIDING = (Iterator, FunctionType, MethodType, functools.partial)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -216,46 +221,72 @@ def leaves(nested: Any) -> list[Any]:
 
 
 def tensors_in(nested: Any, seen: dict[int, Any] | None = None) -> list[Tensor]:
-    """Every tensor that an object holds in any way, in order; iterators are refused, as reading empties them."""
+    """Every tensor in tuples, lists, dicts, and the attributes of dataclasses and other objects, in order.
+
+    TraceError for objects in which a tensor could not be seen, such as functions and iterators.
+    """
     if isinstance(nested, Tensor):
         return [nested]
-    if isinstance(nested, Iterator):
-        raise TraceError(f"A {type(nested).__name__} can be read only once: return a list or a tuple of tensors.")
+    if nested is None or isinstance(nested, _WITHOUT_TENSORS):
+        return []
     if seen is None:
         seen = {}
-    if id(nested) in seen or isinstance(nested, (nn.Module, type, ModuleType, io.IOBase, str, int, float)):
+    if id(nested) in seen:
         return []
     seen[id(nested)] = nested  # alive, so that no other object gets its id
 
-    items = _items_of(nested)
-    if type(nested) not in (list, tuple):
-        items += _hidden_items(nested, items)
     tensors: list[Tensor] = []
-    for item in items:
+    for item in _items_of(nested):
         tensors += tensors_in(item, seen)
     return tensors
 
 
 def _items_of(nested: Any) -> list[Any]:
-    """The items of a collection, or the attributes of another object."""
-    if isinstance(nested, Mapping):
-        return list(nested.values())
-    if isinstance(nested, (list, tuple, Set, ValuesView)):
+    """The items of a collection and its attributes, or the attributes of another object."""
+    if type(nested) in (list, tuple):
         return list(nested)
-    if isinstance(nested, np.ndarray):
-        return list(nested.flat) if nested.dtype == object else []
+    if isinstance(nested, _HIDING) or (isinstance(nested, np.ndarray) and nested.dtype == object):
+        raise _hides_tensors(nested)
+
+    items: list[Any] = []
+    if isinstance(nested, Mapping):
+        items += [*nested.keys(), *nested.values()]
+    elif isinstance(nested, _COLLECTIONS):
+        items += nested
+    elif not gc.is_tracked(nested):  # such an object refers to no other one
+        return []
+    elif not hasattr(nested, "__dict__") and not _has_slots(nested):
+        raise _hides_tensors(nested)
+
+    # Attributes of some mappings and named tuples are their items.
+    known = {id(item) for item in items}
+    return items + [attribute for attribute in _attributes_of(nested) if id(attribute) not in known]
+
+
+def _has_slots(nested: Any) -> bool:
+    return any("__slots__" in vars(kind) for kind in type(nested).__mro__)
+
+
+def _attributes_of(nested: Any) -> list[Any]:
+    """The values of an object's `__dict__` and `__slots__`."""
+    attributes: list[Any] = []
     if hasattr(nested, "__dict__"):
-        return list(vars(nested).values())
-    return []
+        attributes += vars(nested).values()
+    for kind in type(nested).__mro__:
+        if "__slots__" not in vars(kind):
+            continue
+        for member in vars(kind).values():
+            if isinstance(member, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    attributes.append(member.__get__(nested))
+    return attributes
 
 
-def _hidden_items(nested: Any, items: list[Any]) -> list[Any]:
-    """What else an object refers to: slots, attributes of a dict, what a function uses of its surroundings."""
-    skipped = {id(item) for item in items}
-    if isinstance(nested, FunctionType):  # the globals of its module are no part of a function
-        skipped.add(id(nested.__globals__))
-        skipped.add(id(getattr(nested, "__builtins__", None)))
-    return [item for item in gc.get_referents(nested) if id(item) not in skipped]
+def _hides_tensors(nested: Any) -> TraceError:
+    return TraceError(
+        f"An input or output of the network has a {type(nested).__name__}, in which tensors cannot be found. Use a "
+        "tuple, list, dict or dataclass of tensors instead."
+    )
 
 
 def call_model(model: Callable[..., Any], example: Any) -> Any:
