@@ -78,7 +78,7 @@ def prune(
     if epochs is not None:
         config = replace(config, epochs=epochs)
 
-    with showing(runtime.progress, lines=True):
+    with showing(runtime.progress):
         graph, timer = with_latency(model, graph, example, specs, config, latency, runtime)
         low, high = reachable(graph, config)
         [(name, parsed_budget)] = parse_budgets(specs, graph, low, high).items()

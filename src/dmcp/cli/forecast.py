@@ -61,7 +61,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
     budgets = parse_budgets(job.budgets, graph, low, high)
 
     images = measured_batch(config.batch, job.data.shape, device)
-    with progress.showing(False if request.quiet or request.as_json else None, lines=True):
+    with progress.showing(not (request.quiet or request.as_json)):
         images_read = min(config.batch, max(images, CHUNK * core_count()))  # so many that no core is idle
         pace, remedy = loader_pace(with_batch_size(job.loaders.search, images_read), device)
         pace *= config.batch / images_read

@@ -81,7 +81,7 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
     has_begun = False
     try:
         with contextlib.ExitStack() as undo:
-            undo.enter_context(progress.showing(False if request.quiet or request.as_json else None, lines=True))
+            undo.enter_context(progress.showing(not (request.quiet or request.as_json)))
             undo.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
 

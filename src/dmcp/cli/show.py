@@ -116,8 +116,7 @@ def data(name: str, quiet: bool, as_json: bool) -> None:
     """Run `dmcp data`: look at every image of a data set, and fail if it cannot be used as it is."""
     loaded = load_data(name, strict=False)
     count = len(loaded.train) + len(loaded.test)
-    visible = False if quiet or as_json else None
-    with progress.showing(visible, lines=True), progress.phase("files", count) as update:
+    with progress.showing(not (quiet or as_json)), progress.phase("files", count) as update:
         facts = check_data(loaded, update)
 
     if as_json:
@@ -251,7 +250,7 @@ def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -
     widths = read_widths(run / WIDTHS, job.graph)
 
     example = next(iter(job.test))[0]
-    with progress.showing(False if as_json else None):
+    with progress.showing(not as_json):
         rows = measure_networks({run.name: pruned}, job.graph, {run.name: widths}, job.test, example)
     log(*describe_replaced(job.replaced))
 
@@ -310,7 +309,7 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
     preprocessing = read_json(run / INPUT)
     example = torch.zeros(1, *shape)
 
-    shown = progress.showing(False if quiet or as_json else None, lines=True)
+    shown = progress.showing(not (quiet or as_json))
     steps = 2 + int8
     with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", steps) as update:
         # The pruned network.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import sys
 import time
@@ -25,8 +26,20 @@ from dmcp.units import show_duration
 P = ParamSpec("P")
 T = TypeVar("T")
 Update = Callable[..., None]  # (steps done, text)
-_SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_DRAWINGS = 0.2  # of the bars
+_SECONDS_BETWEEN_READS = 1.0  # of records on the CPU
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How often a job prints a line of text, where there are no bars."""
+
+    seconds: float
+    at_ends: bool  # also when a phase ends
+
+
+_BY_DEFAULT = Lines(seconds=30.0, at_ends=False)  # a job of a few seconds prints nothing
+_IF_ASKED = Lines(seconds=10.0, at_ends=True)  # by progress=True, and in all commands
 
 
 def show_nothing(done: int, text: str = "") -> None:
@@ -51,7 +64,7 @@ class Phase:
 class Progress:
     """The phases of a job, shown on stderr."""
 
-    def __init__(self, console: Console | None, lines: bool = False) -> None:
+    def __init__(self, console: Console | None, lines: Lines | None = None) -> None:
         self.phases: dict[str, Phase] = {}
         self.lines = lines
         self.last_shown = time.monotonic()
@@ -91,10 +104,12 @@ class Progress:
         phase.time = now
         phase.text = text
         phase.steps = max(phase.steps, done)
-        interval = _SECONDS_BETWEEN_LINES
+        seconds = math.inf
         if self.bars:
-            interval = _SECONDS_BETWEEN_DRAWINGS
-        if now - self.last_shown >= interval:
+            seconds = _SECONDS_BETWEEN_DRAWINGS
+        elif self.lines:
+            seconds = self.lines.seconds
+        if now - self.last_shown >= seconds:
             self.draw(phase)
 
     def seconds_left(self) -> float | None:
@@ -119,6 +134,8 @@ class Progress:
 
     def draw(self, phase: Phase, last: bool = False) -> None:
         """Show this phase as a line, or all phases as bars, whichever there is."""
+        if last and self.lines and not self.lines.at_ends:
+            return
         self.last_shown = time.monotonic()
         left = self.seconds_left()
         time_left = ""
@@ -168,10 +185,11 @@ _CURRENT: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 @contextlib.contextmanager
-def showing(progress: bool | None = None, lines: bool = False) -> Iterator[None]:
+def showing(progress: bool | None = None) -> Iterator[None]:
     """While entered, all phases belong to one job.
 
-    progress: whether to show them; None: in a terminal or notebook. lines: elsewhere, show them as lines of text.
+    progress: False shows nothing. Otherwise they are bars in a terminal or notebook, and lines of text elsewhere: for
+    None a line every 30 seconds, for True a line every 10 seconds and one at the end of each phase.
     """
     if _CURRENT.get() is not None and progress is not False:  # part of a larger job
         yield
@@ -181,8 +199,14 @@ def showing(progress: bool | None = None, lines: bool = False) -> Iterator[None]
     has_bars = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     if console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None:
         has_bars = True
-    as_lines = not has_bars and not silent and bool(progress or lines)
-    job = Progress(console if has_bars and not silent else None, as_lines)
+    if silent:
+        job = Progress(None)
+    elif has_bars:
+        job = Progress(console)
+    elif progress:
+        job = Progress(None, _IF_ASKED)
+    else:
+        job = Progress(None, _BY_DEFAULT)
     token = _CURRENT.set(job)
     try:
         yield
@@ -236,5 +260,10 @@ def each(name: str, items: Iterable[T]) -> Iterator[T]:
 
 
 def overdue(last_read: float, device: torch.device) -> bool:
-    """True a second after records were read, where reading them makes no other device or rank wait."""
-    return device.type == "cpu" and current().size == 1 and time.monotonic() - last_read >= 1.0
+    """True a second after records were read, or half a minute on a GPU; several ranks read in the same steps."""
+    if current().size > 1:
+        return False
+    seconds = _BY_DEFAULT.seconds  # each read makes a GPU wait
+    if device.type == "cpu":
+        seconds = _SECONDS_BETWEEN_READS
+    return time.monotonic() - last_read >= seconds

@@ -73,7 +73,7 @@ class Runtime:
     engine: Engine | None = None  # default: what is best for the device
     checkpointer: Checkpointer | None = None  # saves the state now and then, and resumes from it
     on_event: Callable[[Event], None] | None = None
-    progress: bool | None = None  # show progress on stderr; None: in a terminal or notebook
+    progress: bool | None = None  # show progress on stderr; None: outside of terminals and notebooks only every 30 s
     name: str = ""  # name of the stage
 
     def emit(self, stage: str, steps: int, record: Any) -> None:
