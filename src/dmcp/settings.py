@@ -537,18 +537,18 @@ def _epochs(usual: int, images: int, batch: int, most_images: int = 0) -> tuple[
         return epochs, f"{most_images:,} images are enough to fine-tune a trained network"
     if usual * steps < _MIN_STEPS:
         epochs = math.ceil(_MIN_STEPS / steps)
-        return epochs, f"an epoch has {steps} steps, and fewer than {_MIN_STEPS} in all are too few"
-    return usual, f"usual for {images:,} images"
+        return epochs, f"an epoch has {steps} steps, and at least {_MIN_STEPS} steps are needed in all"
+    return usual, f"default for {images:,} images"
 
 
 def default_batch(images: int, macs: int) -> tuple[int, str]:
     """Images in a batch of this data set and network, MACs being those of one sample; and why."""
-    batch, reason = _BATCH, "usual"
+    batch, reason = _BATCH, "default"
     if macs >= _HEAVY:
-        batch, reason = _HEAVY_BATCH, "large networks need much memory"
+        batch, reason = _HEAVY_BATCH, "large networks need more memory"
     while batch > 1 and images // batch < _MIN_PER_EPOCH:
         batch //= 2
-        reason = f"so that {images:,} images make {images // batch} steps in an epoch"
+        reason = f"small enough for {images // batch} steps in an epoch of {images:,} images"
     return batch, reason
 
 
