@@ -1,9 +1,10 @@
 """Record a command in a terminal as an animated SVG.
 
-    python tools/cast.py docs/prune.svg -- dmcp prune --model digits:resnet --data digits --budget 50%
+    python tools/cast.py docs/prune.svg -- dmcp prune --model digits:resnet --data digits --budget 50% \
+        --baselines --batch 64 --search-epochs 8 --epochs 12
 
-It needs pyte. Pauses are shortened: a frame is shown for a quarter of a second at most, the last one for six. Where
-nothing moves (a reader who wants that, a viewer without animations), the last frame is shown.
+It needs pyte. Pauses are shortened: each frame is shown for at most a quarter of a second, and the last one for six
+seconds. If the reader or the viewer turns animations off, only the last frame is shown.
 """
 
 from __future__ import annotations
