@@ -26,6 +26,7 @@ from dmcp.models import build
 from dmcp.runtime import distributed as ranks
 from dmcp.runtime.batches import share_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current
+from dmcp.searching.search import SearchWarning
 
 STEPS = 5  # in an epoch
 
@@ -282,5 +283,5 @@ def start(rank: int, world_size: int, port: int, text: Path, program: str, *argu
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "The search did not arrive")  # these searches take a few steps
+    warnings.simplefilter("ignore", SearchWarning)  # these searches take a few steps
     globals()[program](*arguments)
