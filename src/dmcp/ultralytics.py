@@ -173,11 +173,12 @@ class _Batches:
 
 def _default_search(spec: Spec, *, trained: bool, batches: int, batch_size: int) -> SearchConfig:
     """The usual settings of a search, but with rates for AdamW, and without distillation: detectors have no classes."""
-    usual = defaults(spec, Retrain.FINETUNE, trained=trained, images=batches * batch_size, batch=batch_size).search
+    images = batches * batch_size
+    search = defaults(spec, Retrain.FINETUNE, trained=trained, images=images, batch=batch_size).search
     lr = 1e-3
     if trained:
         lr = 2e-4
-    return replace(usual, distill=False, lr=lr, min_lr=lr / 10, reference_batch=batch_size)
+    return replace(search, distill=False, lr=lr, min_lr=lr / 10, reference_batch=batch_size)
 
 
 # the loss, which reads features beside the predictions only for their sizes

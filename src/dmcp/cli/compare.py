@@ -129,8 +129,8 @@ def compare_run(path: Path, folder: Path) -> None:
         return replace(job, config=planned.config_with_search(subject_of(job)))
 
     try:
-        with session(config, request, complete) as here:
-            OneRun(planned, subject_of(here.job), Run(folder), here.runtime).do()
+        with session(config, request, complete) as begun:
+            OneRun(planned, subject_of(begun.job), Run(folder), begun.runtime).do()
     except StoppedError:
         raise StoppedError("Stopped; everything up to here is saved. Repeat the command to continue.") from None
 

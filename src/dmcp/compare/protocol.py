@@ -325,9 +325,12 @@ def _shared_options(run: PlannedRun) -> dict[str, Any]:
     settings = config.pop("train") | config.pop("engine") | protocol.pop("bounds") | config | protocol
 
     options = {f"--methods ({method})": run.method}
-    options |= {f"--set {method}.{name}": value for name, value in facts["settings"].items()}
-    options |= {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
-    options |= {f"network or data ({name})": value for name, value in network_and_data.items()}
+    for name, value in facts["settings"].items():
+        options[f"--set {method}.{name}"] = value
+    for name, value in settings.items():
+        options[f"--{name.replace('_', '-')}"] = value
+    for name, value in network_and_data.items():
+        options[f"network or data ({name})"] = value
     return options
 
 

@@ -92,7 +92,12 @@ def _rows_in_layout(layout: Layout, sizes: tuple[int, ...]) -> dict[int, Tensor]
     parts: dict[int, list[Tensor]] = {}
     offset = 0
     for segment in layout:
-        lengths = [axis if isinstance(axis, int) else sizes[axis.index] for axis in segment]
+        lengths = []
+        for axis in segment:
+            if isinstance(axis, Atom):
+                lengths.append(sizes[axis.index])
+            else:
+                lengths.append(axis)
         rows = torch.arange(offset, offset + math.prod(lengths)).reshape(lengths)
         for dim, axis in enumerate(segment):
             if isinstance(axis, Atom):

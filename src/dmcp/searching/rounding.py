@@ -36,9 +36,10 @@ class AllowedWidths:
             if ends_early:
                 row.append(high)
             rows.append(row)
+        longest = max(map(len, rows))
+        padded = [row + row[-1:] * (longest - len(row)) for row in rows]
+        self.table = torch.tensor(padded)  # (S, longest)
         self.last = torch.tensor([len(row) - 1 for row in rows])  # index of the largest width of each space. (S,)
-        longest = max(len(row) for row in rows)
-        self.table = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])  # (S, longest)
 
     def widths(self, indices: Tensor) -> Tensor:
         """(..., S) -> (..., S) int64"""

@@ -63,11 +63,14 @@ def find_stem(net: Supernet) -> Stem | None:
     # The passes in eval and in train mode must begin with the same layers. The longest chain is tried first.
     chains = [_first_layers(recording, net) for recording in recordings]
     for length in range(min(map(len, chains)), 0, -1):
-        paths, *others = ([path for path, _ in chain[:length]] for chain in chains)
+        paths_of_passes = [[path for path, _ in chain[:length]] for chain in chains]
+        paths = paths_of_passes[0]
+        if any(paths_of_pass != paths for paths_of_pass in paths_of_passes):
+            continue
         _, value = chains[-1][length - 1]
         with contextlib.suppress(Exception):  # the code around those modules may want more of them than a chain gives
             stem = Stem(net, paths, value)
-            if all(other == paths for other in others) and not _shares_parameters(stem) and _is_same(stem):
+            if not _shares_parameters(stem) and _is_same(stem):
                 return stem
     return None
 
@@ -75,20 +78,26 @@ def find_stem(net: Supernet) -> Stem | None:
 def _first_layers(recording: Recording, net: Supernet) -> list[tuple[str, int]]:
     """Layers at the start of a pass, each fed by the one before alone, that no gate reaches; and their outputs."""
     gated = {fold.tensor for fold in net.graph.hard_folds}
-    plain = {path for path, module in net.model.named_modules() if _is_plain(module)}
+    modules = dict(net.model.named_modules())
     layers: list[tuple[str, int]] = []
     fed_by = recording.inputs[0]
     for path, ops_of_module in itertools.groupby(recording.ops, lambda op: op.path):
+        # A layer of torch's own, whose ops have one output each.
         ops = list(ops_of_module)
         written = [op.outs[0] for op in ops if len(op.outs) == 1 and op.outs[0] is not None]
         activations = [value for value in written if value not in recording.tensors]
-        if path not in plain or len(written) < len(ops) or not activations:
+        if path not in modules or not _is_plain(modules[path]) or len(written) < len(ops) or not activations:
             break
-        read = {value for op in ops for value in op.inputs()}
-        names = {recording.tensors[value] for value in read if value in recording.tensors}
-        from_elsewhere = {value for value in read if value not in recording.tensors} - {fed_by, *written}
-        if from_elsewhere or names & gated:
-            break
+
+        # It reads the layer before it, its own values, and tensors of the network that have no gates.
+        allowed = {fed_by, *written}
+        for op in ops:
+            for value in op.inputs():
+                if value in recording.tensors:
+                    if recording.tensors[value] in gated:
+                        return layers
+                elif value not in allowed:
+                    return layers
         fed_by = activations[-1]
         layers.append((path, fed_by))
     return layers
@@ -148,10 +157,16 @@ def _outputs_and_gradients(net: Supernet, stem: Stem | None, x: Tensor) -> list[
     results: list[Tensor] = []
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
         torch.manual_seed(0)
-        stem_output = None if stem is None else stem.head(x)
-        h = None if stem_output is None else stem_output.detach().requires_grad_(stem_output.requires_grad)
+        stem_output = None
+        h = None
+        if stem is not None:
+            stem_output = stem.head(x)
+            h = stem_output.detach().requires_grad_(stem_output.requires_grad)
         for gates in (net.hard(net.graph.full), net.hard(net.min_widths)):
-            output = net(x, gates) if stem is None or h is None else stem.tail(x, h, net.fold(gates))
+            if stem is None or h is None:
+                output = net(x, gates)
+            else:
+                output = stem.tail(x, h, net.fold(gates))
             losses: list[Tensor] = []
             for tensor in tensors_in(output):
                 results.append(tensor.detach().clone())
@@ -163,14 +178,16 @@ def _outputs_and_gradients(net: Supernet, stem: Stem | None, x: Tensor) -> list[
         if stem_output is not None and h is not None and h.grad is not None:
             torch.autograd.backward(stem_output, h.grad)
     for weight in net.weights():
-        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad / _LARGE_GRADIENT
+        gradient = torch.zeros_like(weight)
+        if weight.grad is not None:
+            gradient = weight.grad / _LARGE_GRADIENT
         results.append(gradient)
     return results
 
 
 def _plain_state(model: nn.Module) -> list[dict[str, Any]]:
     """Numbers and texts that the modules of a network keep."""
-    kinds = (int, float, str)
-    return [
-        {name: value for name, value in vars(module).items() if type(value) in kinds} for module in modules_of(model)
-    ]
+    states = []
+    for module in modules_of(model):
+        states.append({name: value for name, value in vars(module).items() if type(value) in (int, float, str)})
+    return states

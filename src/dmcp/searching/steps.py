@@ -221,8 +221,12 @@ def _add_to_h_gradient(before: Tensor | None, gradient: Tensor | None, h: Tensor
 def only_alphas(net: Supernet) -> Iterator[None]:
     """While entered, weights need no gradient; at the end, buffers (running statistics) are put back."""
     trained = [weight for weight in net.weights() if weight.requires_grad]
-    owners = [(part, name) for part in modules_of(net.model) for name, _ in part.named_buffers(recurse=False)]
-    buffers = [part.get_buffer(name) for part, name in owners]
+    owners = []
+    buffers = []
+    for module in modules_of(net.model):
+        for name, buffer in module.named_buffers(recurse=False):
+            owners.append((module, name))
+            buffers.append(buffer)
     before = [torch.empty_like(buffer) for buffer in buffers]
     _copy(before, buffers)
     for weight in trained:
@@ -232,8 +236,8 @@ def only_alphas(net: Supernet) -> Iterator[None]:
     finally:
         for weight in trained:
             weight.requires_grad_(True)
-        for (part, name), buffer in zip(owners, buffers, strict=True):
-            setattr(part, name, buffer)  # a forward may have put another tensor in its place
+        for (module, name), buffer in zip(owners, buffers, strict=True):
+            setattr(module, name, buffer)  # a forward may have put another tensor in its place
         _copy(buffers, before)
 
 
@@ -241,8 +245,13 @@ def only_alphas(net: Supernet) -> Iterator[None]:
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """All tensors of one dtype at once: one kernel on a GPU, not one for each."""
     for dtype in {target.dtype for target in targets}:
-        pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0].dtype == dtype]
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        targets_of_dtype = []
+        sources_of_dtype = []
+        for target, source in zip(targets, sources, strict=True):
+            if target.dtype == dtype:
+                targets_of_dtype.append(target)
+                sources_of_dtype.append(source)
+        torch._foreach_copy_(targets_of_dtype, sources_of_dtype)
 
 
 class Steps:

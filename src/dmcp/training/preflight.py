@@ -257,5 +257,6 @@ def _all_finite(tensors: list[Tensor]) -> bool:
     return all(tensor.isfinite().all() for tensor in tensors)
 
 
-def _are_close(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.allclose(tensor, other, equal_nan=True) for tensor, other in zip(tensors, others, strict=True))
+def _are_close(tensors: list[Tensor], expected: list[Tensor]) -> bool:
+    pairs = zip(tensors, expected, strict=True)
+    return all(torch.allclose(tensor, reference, equal_nan=True) for tensor, reference in pairs)
