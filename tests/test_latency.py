@@ -356,7 +356,7 @@ def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
     result = prune(budget="latency:60%,params:80%", graph=with_latency(), latency=device, runtime=runtime)
     assert device.calls == 2 and result.latency is not None and result.latency.held
     assert "latency" not in {it.stage for it in events}
-    with pytest.warns(UserWarning, match="is a forecast"):
+    with pytest.warns(UserWarning, match="only a prediction"):
         result = prune(budget="latency:60%", latency=replace(table(), place="cpu", device="a toaster"))
     assert result.latency is not None and "not measured" in result.latency.text
     device.scale = lambda params: 1.0 if params == WHOLE else 3.0

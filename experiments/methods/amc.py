@@ -40,14 +40,16 @@ _SMALL = 3e-3  # weights of the last layers at the start: first actions are near
 class DdpgConfig(MethodConfig):
     """How the agent learns; the defaults are those of the two papers."""
 
-    hidden: int = setting(300, "Units of each of the two hidden layers, of actor and critic.", 1)
-    actor_lr: float = setting(1e-4, "Of Adam.", 1e-300)
-    critic_lr: float = setting(1e-3, "Of Adam.", 1e-300)
-    soft: float = setting(0.01, "Share of the learned networks that goes into the slow ones at each update.", 1e-300, 1)
-    discount: float = setting(1.0, "Of the value of the next step.", 0, 1)
-    memory: int = setting(2000, "Steps of walks that are remembered.", 1)
-    batch: int = setting(64, "Remembered steps in one update.", 1)
-    baseline: float = setting(0.95, "Share of the old moving average of rewards in the new one.", 0, below=1)
+    hidden: int = setting(300, "Number of units in each of the two hidden layers of actor and critic.", 1)
+    actor_lr: float = setting(1e-4, "Learning rate of Adam for the actor.", 1e-300)
+    critic_lr: float = setting(1e-3, "Learning rate of Adam for the critic.", 1e-300)
+    soft: float = setting(
+        0.01, "Share of the learned networks that is mixed into the slow ones at each update.", 1e-300, 1
+    )
+    discount: float = setting(1.0, "Discount factor for the value of the next step.", 0, 1)
+    memory: int = setting(2000, "Number of steps kept in the replay memory.", 1)
+    batch: int = setting(64, "Number of steps from the replay memory in each update.", 1)
+    baseline: float = setting(0.95, "Decay of the moving average of rewards.", 0, below=1)
 
 
 def truncated_normal(middle: float, spread: float, low: float, high: float, chance: Tensor) -> Tensor:
@@ -146,11 +148,11 @@ _CHANGING = 3  # features that depend on the walk, behind those of the space its
 class AmcConfig(MethodConfig):
     """How the agent searches; the defaults are the paper's."""
 
-    warmup: int = setting(100, "First episodes, with constant noise; nothing is learned in them.", 0)
-    episodes: int = setting(300, "Episodes after them, with less and less noise.", 1)
+    warmup: int = setting(100, "Number of episodes with constant noise at the start, in which nothing is learned.", 0)
+    episodes: int = setting(300, "Number of episodes after the warm-up, with decreasing noise.", 1)
     noise: float = setting(0.5, "Standard deviation of the actions in the warm-up.", 1e-300)
-    last_noise: float = setting(0.01, "The same in the last episode.", 1e-300)
-    batches: int | None = setting(None, "Held-out batches that widths are judged by; None: all of them.", 1)
+    last_noise: float = setting(0.01, "Standard deviation of the actions in the last episode.", 1e-300)
+    batches: int | None = setting(None, "Number of held-out batches used to judge widths. None: all of them.", 1)
     agent: DdpgConfig = field(default_factory=DdpgConfig, metadata={"help": "How it learns."})
 
     def __post_init__(self) -> None:

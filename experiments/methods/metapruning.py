@@ -178,16 +178,20 @@ class WidthsLoader:
 class MetaPruningConfig(MethodConfig):
     """How the PruningNet is built and trained, and how widths are bred with it."""
 
-    hidden: int = setting(32, "Units between the two layers of a block; each costs the parameters of the network.", 1)
-    max_params: int = setting(400_000_000, "A larger PruningNet is refused.", 1)
-    groups: int = setting(31, "Widths per space that are sampled, from the smallest to the largest.", 2)
-    epochs: int | None = setting(None, "Of training the PruningNet; None: those of the recipe.", 1)
-    population: int = setting(50, "Networks judged in each generation.", 1)
-    generations: int = setting(20, "The first, random one among them.", 1)
-    parents: int = setting(10, "The best so far, from which the next generation is bred.", 1)
-    mutation: float = setting(0.1, "Chance of each width to be sampled anew in a mutated network.", 1e-300, 1)
-    crossed: float = setting(0.5, "Share of a generation with the widths of two parents; others are mutated.", 0, 1)
-    batches: int | None = setting(None, "Held-out batches that widths are judged by; None: all of them.", 1)
+    hidden: int = setting(
+        32, "Units between the two layers of a block; each unit costs as many parameters as the network.", 1
+    )
+    max_params: int = setting(400_000_000, "Largest number of parameters that the PruningNet may have.", 1)
+    groups: int = setting(31, "Number of widths per space to sample from, including the smallest and the largest.", 2)
+    epochs: int | None = setting(None, "Number of epochs to train the PruningNet. None: as many as the recipe.", 1)
+    population: int = setting(50, "Number of networks judged in each generation.", 1)
+    generations: int = setting(20, "Number of generations, including the first, random one.", 1)
+    parents: int = setting(10, "Number of best networks so far from which the next generation is bred.", 1)
+    mutation: float = setting(0.1, "Probability that a width of a mutated network is resampled.", 1e-300, 1)
+    crossed: float = setting(
+        0.5, "Share of a generation that combines the widths of two parents; the others are mutated.", 0, 1
+    )
+    batches: int | None = setting(None, "Number of held-out batches used to judge widths. None: all of them.", 1)
 
 
 def prepare(problem: Problem, config: MetaPruningConfig) -> Prepared:

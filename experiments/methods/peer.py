@@ -34,9 +34,11 @@ _CANNOT = "torch-pruning cannot prune this network, use another method"
 class TorchPruningConfig(MethodConfig):
     """How torch-pruning chooses channels, by L2 norm."""
 
-    global_pruning: bool = setting(True, "Channels of all layers compete; else each layer loses the same share.")
+    global_pruning: bool = setting(
+        True, "Whether channels of all layers compete; otherwise each layer loses the same share."
+    )
     normalize: bool = setting(True, "Divide the norms of tied layers by the mean of all their channels.")
-    steps: int = setting(50, "In which all channels would be gone.", 1)
+    steps: int = setting(50, "Number of pruning steps in which all channels would be removed.", 1)
 
 
 def find_torch_pruning(

@@ -38,7 +38,7 @@ from dmcp.training.loop import train
 class SoftConfig(MethodConfig):
     """Settings of soft pruning, whatever ranks the channels."""
 
-    every: int = setting(1, "Epochs between two times that filters are set to zero; the last one always does it.", 1)
+    every: int = setting(1, "Number of epochs between resets of filters to zero; the last epoch always resets them.", 1)
     regrowth: float = setting(0.01, "Share of their gradient that zeroed filters get; in SFP 1, in FPGM 0.", 0, 1)
 
 

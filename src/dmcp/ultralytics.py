@@ -149,7 +149,7 @@ class _Keeping:
         if not is_pruned:
             return super().get_model(cfg=cfg, weights=weights, verbose=verbose)  # type: ignore[misc]
         if weights is None:
-            raise TrainingError("A pruned YOLO always goes on from its own weights: leave out pretrained=False.")
+            raise TrainingError("A pruned YOLO always starts from its own weights: leave out pretrained=False.")
         if weights.yaml["nc"] != self.data["nc"]:
             classes = f"{weights.yaml['nc']} classes, the data {self.data['nc']}"
             raise TrainingError(f"The pruned YOLO has {classes}: train the unpruned one on these data, then prune.")

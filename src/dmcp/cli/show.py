@@ -184,7 +184,7 @@ def _read_settings(run: Path, file: str, model: str) -> tuple[dict[str, Any], Ru
     stored, config = read_config(run)
     check_typed(run, config, {"model": model})
     if not (run / file).exists():
-        advice = "go on with --resume"
+        advice = "continue the run with --resume"
         if Run(run).done:
             advice = "give a run that has one, or of several budgets the folder of one"
         raise FileError(f"{run} has no {file}: {advice}.")

@@ -60,9 +60,11 @@ def find_random(problem: Problem, config: MethodConfig) -> Choice:
 class DmcpConfig(MethodConfig):
     """Settings of a search inside a comparison."""
 
-    epochs: int = setting(30, "Passes over the data, warm-up included.", 1)
-    groups: int = setting(10, "Number of groups that each space is divided into.", 1)
-    lr_share: float = setting(0.5, "Learning rate as a share of the recipe's: a step sums several gradients.", 1e-300)
+    epochs: int = setting(30, "Number of epochs of the search, including the warm-up.", 1)
+    groups: int = setting(10, "Number of channel groups in each space.", 1)
+    lr_share: float = setting(
+        0.5, "Learning rate as a share of that of the recipe, because a step sums several gradients.", 1e-300
+    )
     more: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "Further settings of SearchConfig, by name."}
     )
@@ -124,13 +126,17 @@ def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:
 class AutoSlimConfig(MethodConfig):
     """Settings of AutoSlim."""
 
-    epochs: int = setting(40, "Passes over the data to train the slimmable network; the paper: 10 to 20%.", 1)
-    groups: int = setting(10, "Number of groups that each space is divided into; one is dropped at a time.", 2)
+    epochs: int = setting(
+        40, "Number of epochs to train the slimmable network; in the paper, 10 to 20% of the training.", 1
+    )
+    groups: int = setting(10, "Number of channel groups in each space; one is dropped at a time.", 2)
     subnets: int = setting(2, "Random sub-networks in each step, besides the largest and the smallest.", 0)
     distill: bool = setting(True, "Distill the sub-networks from the largest one instead of using the labels.")
-    lr_share: float = setting(0.5, "Learning rate as a share of the recipe's: a step sums several gradients.", 1e-300)
-    batches: int = setting(4, "Held-out batches that each trial is run on.", 1)
-    at_once: int = setting(1, "Spaces narrowed in one step; more is faster for networks with many spaces.", 1)
+    lr_share: float = setting(
+        0.5, "Learning rate as a share of that of the recipe, because a step sums several gradients.", 1e-300
+    )
+    batches: int = setting(4, "Number of held-out batches on which each trial is run.", 1)
+    at_once: int = setting(1, "Number of spaces narrowed in one step; more is faster for networks with many spaces.", 1)
 
 
 def prepare_autoslim(problem: Problem, config: AutoSlimConfig) -> Prepared:

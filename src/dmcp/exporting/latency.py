@@ -131,17 +131,17 @@ class Latency:
         held_out = sum(network.held_out for network in self.networks)
         return (
             f"Latency {self.how}: the unpruned network takes {show_ms(self.unpruned_ms)}, the smallest "
-            f"{show_ms(self.networks[1].ms)}; forecasts of {held_out} held-out networks are off by "
-            f"{self.median_error:.1%} (median), {self.largest_error:.1%} at most."
+            f"{show_ms(self.networks[1].ms)}; predictions for {held_out} held-out networks are off by "
+            f"{self.median_error:.1%} (median), {self.largest_error:.1%} (largest)."
         )
 
     @property
     def warning(self) -> str:
-        """A sentence about forecasts that cannot be relied on; empty if they can."""
+        """A sentence about predictions that are not reliable; empty if they are."""
         if self.median_error <= _POOR:
             return ""
         return (
-            f"Forecasts of latency are off by {self.median_error:.0%} (median of held-out networks): "
+            f"Predictions of latency are off by {self.median_error:.0%} (median of held-out networks): "
             "the machine was busy. Measure on an idle one."
         )
 

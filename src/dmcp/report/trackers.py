@@ -67,7 +67,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             send(*values)
         except Exception as error:  # each package has errors of its own
             del self.services[name]
-            print(f"{name} failed, the run goes on without it: {error}", file=sys.stderr, flush=True)
+            print(f"{name} failed, and the run continues without it: {error}", file=sys.stderr, flush=True)
 
 
 def read_kinds(texts: Sequence[str]) -> list[str]:

@@ -125,7 +125,7 @@ class LatencyOutcome:
         """A sentence about a limit that is exceeded, or was not measured; empty otherwise."""
         if self.measured_ms is None:
             return (
-                f"The latency was not measured, {show_ms(self.predicted_ms)} is a forecast: "
+                f"The latency was not measured, {show_ms(self.predicted_ms)} is only a prediction: "
                 f"the table was measured {self.how}, which is not available here."
             )
         if self.held:
