@@ -21,7 +21,7 @@ COMPARE = ("compare", *SMALL, "--epochs", "1", "--seeds", "1", "--out", "table",
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 needs_onnx = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ONNX_PACKAGES),
-    reason="NOT TESTED: pip install torch-dmcp[export]",
+    reason="NOT TESTED: pip install -e .[export]",
 )
 
 

@@ -6,15 +6,19 @@ import ast
 import json
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 
 import importlinter.cli
 import pytest
 
 import dmcp
+from dmcp.errors import DmcpError
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "dmcp"
@@ -40,6 +44,48 @@ def test_the_wheel_has_every_file_of_the_package() -> None:
     folders = {PACKAGE.parent / name.replace(".", "/"): files for name, files in data.items()}
     packed = {path for folder, files in folders.items() for file in files for path in folder.glob(file)}
     assert {path for path in committed() if path.is_relative_to(PACKAGE) and path.suffix != ".py"} == packed
+
+
+def test_the_wheel_describes_itself_without_links_into_a_clone(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    for address in ("", "git://example/torch-dmcp"):
+        folder = tmp_path / (address and "with")
+        (folder / "src" / "dmcp").mkdir(parents=True)
+        (folder / "src" / "dmcp" / "__init__.py").touch()
+        for name in ("README.md", "LICENSE", "setup.py"):
+            shutil.copy(ROOT / name, folder)
+        project = (ROOT / "pyproject.toml").read_text()
+        if address:
+            project = project.replace("[project.urls]", f'[project.urls]\nRepository = "{address}"')
+        (folder / "pyproject.toml").write_text(project)
+        code = "from setuptools.build_meta import prepare_metadata_for_build_wheel as make; make('.')"
+        subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True)
+        description = next(folder.glob("*.dist-info/METADATA")).read_text().partition("\n\n")[2]
+
+        assert "## In Python" in description
+        targets = re.findall(r'\]\(([^)]*)\)|(?:src|srcset)="([^"]*)"', description)
+        assert [target for pair in targets for target in pair if target and not target.startswith(address or "#")] == []
+        assert ("<img" in description) is bool(address)
+
+
+def test_commands_that_install_extras_work_in_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index has the package: its name cannot be installed; pages and messages know its address, if it has one."""
+    package = re.compile(r"pip install \W*torch-dmcp")
+    pages = [path for path in committed() if path.suffix in (".md", ".ipynb")]
+    sources = [path for path in committed() if path.is_relative_to(PACKAGE) and path.name != "installation.py"]
+    assert [path.name for path in (*pages, *sources) if package.search(path.read_text(errors="replace"))] == []
+    monkeypatch.setattr(sys, "argv", ["address.py", "--check"])
+    runpy.run_path(str(ROOT / "tools" / "address.py"), run_name="__main__")  # raises SystemExit for a page
+
+    for url, command in ((None, 'pip install -e ".[hub]"'), ("Repository, git://example", "git+git://example")):
+        known = Message()
+        if url:
+            known["Project-URL"] = url
+        monkeypatch.setattr("dmcp.installation.metadata", lambda _, known=known: known)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "huggingface_hub", None)
+            with pytest.raises(DmcpError, match=re.escape(command)):
+                dmcp.load("user/name")
 
 
 def committed() -> Iterator[Path]:

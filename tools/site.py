@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,17 @@ import dmcp
 from dmcp.cli.main import app
 
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ADDRESS = PROJECT["urls"].get("Repository", "")
+OUTSIDE = re.compile(  # links to files of the repository that are no pages: words, path
+    r"\[([^\]]+)\]\((?:\.\./|(?=src/|examples/|experiments/|tests/|zoo/|[A-Z]+\.))([^)]*)\)"
+)
+
+
+def on_config(config: Any) -> Any:
+    """Link to the repository, if it has an address."""
+    config.repo_url = ADDRESS or None
+    return config
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -31,14 +43,16 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to files of the repository become names: the site has no address of it. Blocks of code lose their marks."""
+    """Links to files of the repository lead to its address, or become their words. Blocks of code lose their marks."""
     return re.sub(r"^```python \w+$", "```python", outside(markdown), flags=re.MULTILINE)
 
 
 def outside(text: str) -> str:
-    """The text without links to what is not on the site, but with their words."""
+    """The text with links to what is not on the site leading to the address of the repository, or as their words."""
     text = re.sub(r"\]\((\.\./)?experiments/REPORT\.md\)", "](results.md)", text)
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./|src/|examples/|experiments/|tests/|zoo/|[A-Z]+\.)[^)]*\)", r"\1", text)
+    if ADDRESS:
+        return OUTSIDE.sub(rf"[\1]({ADDRESS}/blob/main/\2)", text)
+    return OUTSIDE.sub(r"\1", text)
 
 
 def reference() -> str:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from dmcp.arguments import PositiveInt, checked
 from dmcp.errors import DataError, DmcpError, FileError, TraceError
+from dmcp.installation import install_command
 from dmcp.runtime.batches import generator, input_of, size_of
 from dmcp.runtime.io import plain_file_size, quote, write_files
 from dmcp.tracing.modules import call_model, map_leaves, narrow, tensors_in, unwrap, without_autocast
@@ -154,7 +155,7 @@ def missing_packages() -> str:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if not missing:
         return ""
-    return f'ONNX needs {", ".join(missing)}: pip install "torch-dmcp[export]"'
+    return f"ONNX needs {', '.join(missing)}: {install_command('export')}"
 
 
 # from the network to a file

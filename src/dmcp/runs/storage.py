@@ -18,6 +18,7 @@ from dmcp import models
 from dmcp.arguments import checked
 from dmcp.cutting import named_tensors
 from dmcp.errors import DmcpError, FileError, WidthsError
+from dmcp.installation import install_command
 from dmcp.runs.files import SETTINGS, WEIGHTS, WIDTHS
 from dmcp.runtime.io import (
     MOST_JSON,
@@ -143,7 +144,7 @@ def _locate(folder: Path) -> Callable[[str], Path]:
 
         snapshot = Path(snapshot_download(folder.as_posix(), allow_patterns=[WEIGHTS, WIDTHS, SETTINGS]))
     except ImportError:
-        text = f'{folder}: this folder does not exist. To load from the Hub: pip install "torch-dmcp[hub]".'
+        text = f"{folder}: this folder does not exist. To load from the Hub: {install_command('hub')}."
         raise FileError(text) from None
     except Exception as error:  # many kinds: no such name, no network, no right to read it
         raise FileError(f"{folder}: not a folder, and not found on the Hub: {quote(error)}.") from error
