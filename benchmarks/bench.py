@@ -44,7 +44,7 @@ from dmcp.runtime.engine import ResolvedEngine, best_device, resolve, suits_kern
 from dmcp.searching import steps
 from dmcp.searching.search import LARGE, prepare_chains, uncounted
 from dmcp.searching.steps import StepContext, Steps
-from dmcp.settings import Sampling
+from dmcp.settings import ResolvedSearchConfig, Sampling, resolve_search
 from dmcp.training.loop import Event, Runtime, make_step
 from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import parameter_groups, sgd
@@ -163,10 +163,10 @@ class Network:
         labels = torch.randint(self.classes, (self.batch,), device=self.device)
         return resolved.laid_out((x, labels))
 
-    def search_config(self, net: Supernet, **settings: Any) -> SearchConfig:
+    def search_config(self, net: Supernet, **settings: Any) -> ResolvedSearchConfig:
         """Return settings with a budget in the middle of what can be reached."""
         middle = (self.graph.macs(net.min_widths) + self.graph.macs()) // 2
-        return SearchConfig(budget=middle, groups=self.groups, **settings)
+        return resolve_search(SearchConfig(budget=middle, groups=self.groups, **settings))
 
 
 # steps

@@ -26,7 +26,7 @@ from dmcp.searching.rounding import FILLED, AllowedWidths, round_to_budget
 from dmcp.searching.search import prepare_chains, uncounted
 from dmcp.searching.steps import StepContext, arch_step, weight_step
 from dmcp.searching.subnets import Chains, sample_gates
-from dmcp.settings import Init, Sampling
+from dmcp.settings import Init, Sampling, resolve_search
 from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import cosine, parameter_groups, set_lr, sgd
 
@@ -56,6 +56,7 @@ def search(
 ) -> tuple[BernoulliGates, dmcp.Widths]:
     """Search as `dmcp.search` does, with independent gates: the gates, and the expected widths inside the budget."""
     device = device_of(net)
+    config = resolve_search(config)
     budget, chains = prepare_chains(net, config)
     if config.init is not Init.TARGET or config.sampling is not Sampling.MARKOV:
         raise ValueError("Bernoulli gates start where the budget is met, and are sampled from the alphas.")

@@ -39,6 +39,7 @@ from dmcp.results import for_budget
 from dmcp.searching import steps as search_steps
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.subnets import make_chains as chains_of
+from dmcp.settings import resolve_training
 from dmcp.training.losses import classification_loss
 
 BATCHES = 10  # of held-out images, by which networks are judged
@@ -237,7 +238,7 @@ def torch_pruning(it: Problem, model: nn.Module, across: bool) -> Any:
         loader=it.loader(it.rest, True),
         held_out=it.loader(it.held, False),
         budget=parse_budget(it.job["budget"], it.graph),
-        recipe=dmcp.TrainConfig(),
+        recipe=resolve_training(dmcp.TrainConfig()),
         min_widths=it.graph.widths(dict.fromkeys(it.graph.full, 1)),
     )
     return peer.find_torch_pruning(problem, peer.TorchPruningConfig(global_pruning=across)).kept

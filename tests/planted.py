@@ -21,7 +21,7 @@ import dmcp
 from dmcp.compare.problem import Problem
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import TrainConfig
+from dmcp.settings import TrainConfig, resolve_training
 
 SIGNS = 8
 
@@ -88,7 +88,7 @@ def as_problem(
 ) -> Problem:
     """All that a method is given."""
     graph = _planted_graph(model) if type(model) is Planted else dmcp.trace(model, loader[0][0][:2])
-    recipe = TrainConfig(
+    config = TrainConfig(
         epochs=epochs, lr=0.1, warmup_lr=0.1, warmup_epochs=0, reference_batch=None, label_smoothing=0.0, seed=seed
     )
     problem = Problem(
@@ -97,7 +97,7 @@ def as_problem(
         loader=loader,
         held_out=held_out,
         budget=parse_budget(budget, graph),
-        recipe=recipe,
+        recipe=resolve_training(config),
         min_widths=Supernet(model, graph).min_widths,
         seed=seed,
     )

@@ -15,12 +15,13 @@ import dmcp
 from dmcp.results import PruneResult
 from dmcp.runtime.checkpoint import Checkpointer
 from dmcp.searching.records import SearchResult
-from dmcp.settings import SearchConfig, TrainConfig
+from dmcp.settings import SearchConfig, TrainConfig, resolve_search, resolve_training
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.loop import Event
 
-SEARCH = SearchConfig(budget="60%", epochs=2, groups=4)
-TRAIN = TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05)
+# As for a network that is not trained, whatever the network and its data.
+SEARCH = resolve_search(SearchConfig(budget="60%", epochs=2, groups=4))
+TRAIN = resolve_training(TrainConfig(epochs=1, reference_batch=None, lr=0.05, warmup_lr=0.05))
 
 
 class Noise:

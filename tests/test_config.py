@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -17,13 +18,26 @@ import dmcp
 from dmcp.cli.config import Request, make_config, settle
 from dmcp.cli.job import build
 from dmcp.errors import DmcpError, TrainingError
+from dmcp.request import read_request, resolve_settings
 from dmcp.runs.config import RECIPES, RunConfig, find_recipe
 from dmcp.runs.files import SETTINGS
 from dmcp.runs.writing import Run
+from dmcp.runtime.batches import length_of
 from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, parse_budget
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig, defaults, paper
+from dmcp.settings import (
+    UNPRUNED,
+    Corrupt,
+    Retrain,
+    SearchConfig,
+    TrainConfig,
+    has_choices_left,
+    paper,
+    resolve,
+    resolve_search,
+    resolve_training,
+)
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.optimizer import learning_rate
 
@@ -43,16 +57,18 @@ def config(command: str = "prune", **typed: Any) -> RunConfig:
 def test_defaults_depend_on_weights_and_retrain() -> None:
     for typed, epochs, lr, warmup, sort, retrain in (
         ({}, 100, 0.8, 0.5, False, Retrain.FINETUNE),
-        ({"weights": "x.pth"}, 20, 0.8, 0.0, True, Retrain.FINETUNE),
+        ({"weights": "x.pth"}, 10, 0.8, 0.0, True, Retrain.FINETUNE),
         ({"weights": "x.pth", "retrain": Retrain.SCRATCH, "warmup": 0.25}, 100, 0.8, 0.25, True, Retrain.SCRATCH),
         ({"retrain": Retrain.SLIMMABLE, "epochs": 3, "lr": 0.4}, 3, 0.4, 0.5, False, Retrain.SLIMMABLE),
     ):
-        it = config(**typed)
+        it, _ = settle(config(**typed), typed, 1_281_167, 10**6, "weights" in typed)
         assert it.train and it.search
         found = (it.train.epochs, it.train.lr, it.search.warmup, it.search.sort, it.retrain)
         assert found == (epochs, lr, warmup, sort, retrain)
     it = config(lr=0.4, search_lr=0.1, seed=3, weight_decay=0.5, label_smoothing=0.0, compile=False, search_epochs=2)
-    assert it.train == TrainConfig(lr=0.4, warmup_lr=0.4 * 0.2 / 0.8, seed=3, weight_decay=0.5, label_smoothing=0)
+    assert it.train == TrainConfig(lr=0.4, seed=3, weight_decay=0.5, label_smoothing=0)
+    it, _ = settle(it, {}, 1_281_167, 10**6, False)
+    assert (it.train.epochs, it.train.warmup_lr) == (100, 0.1)
     assert it.search and (it.search.lr, it.search.min_lr, it.search.seed, it.search.epochs) == (0.1, 0.01, 3, 2)
     assert (it.search.weight_decay, it.search.label_smoothing, it.seed, it.engine.compile) == (0.5, 0, 3, False)
     assert config("search").retrain is Retrain.NONE and config("train").search is None
@@ -80,12 +96,59 @@ def test_settings_that_nobody_typed_follow_the_data() -> None:
         it = settle(config(), {}, images, 10**6, False)[0]
         assert it.search and [it.search.lr, it.search.weight_decay, it.train.lr, it.train.weight_decay] == found
     for typed, lr in (({"epochs": 1}, 0.8), ({"epochs": 34}, 1.6), ({}, 1.6), ({"epochs": 1, "lr": 3.0}, 3.0)):
-        assert settle(config(weights="x.pth"), typed, 600, 1, True)[0].train.lr == lr  # 300 steps are not short
+        short = settle(config(weights="x.pth", **typed), typed, 600, 1, True)[0]
+        assert short.train.lr == lr  # 300 steps are not short
     sizes: dict[str, Any] = {"trained": False, "images": 9, "batch": 3}
-    distils = [defaults("50%", Retrain.FINETUNE, **sizes, own_loss=own).search.distill for own in (False, True)]
-    assert distils == [True, False]
+    unset = (SearchConfig(budget="50%"), TrainConfig(), Retrain.FINETUNE)
+    assert [resolve(*unset, **sizes, own_loss=own).search.distill for own in (False, True)] == [True, False]
     recipe = config(recipe="imagenet_resnet50_2200m")
-    assert settle(recipe, {"recipe": "x"}, 1_415, 1, False) == (recipe, {})
+    assert recipe.search
+    resolved = replace(recipe, search=resolve_search(recipe.search), train=resolve_training(recipe.train))
+    assert settle(recipe, {"recipe": "x"}, 1_415, 1, False) == (resolved, {})
+
+
+SET = {  # options, and the same in Python
+    "nothing": ({}, {}, {}),
+    "epochs of the search": ({"search_epochs": 2}, {"epochs": 2}, {}),
+    "rates": ({"search_lr": 0.1, "lr": 0.4}, {"lr": 0.1}, {"lr": 0.4}),
+    "a short training": ({"epochs": 1, "warmup": 0.25}, {"warmup": 0.25}, {"epochs": 1}),
+    "decay": ({"weight_decay": 1e-3, "seed": 3}, {"weight_decay": 1e-3, "seed": 3}, {"weight_decay": 1e-3, "seed": 3}),
+}
+
+
+@pytest.mark.parametrize("case", SET)
+def test_python_and_the_command_line_choose_the_same(case: str) -> None:
+    typed, search, train = SET[case]
+    for images, trained in itertools.product((384, 1_408, 49_920, 1_281_024), (False, True)):
+        weights = {"weights": "x.pth"} if trained else {}
+        by_options, _ = settle(config(**typed, **weights), typed, images, 10**6, trained)
+        batch = torch.zeros(by_options.batch, 1, 8, 8), torch.zeros(by_options.batch, dtype=torch.long)
+        request = read_request(
+            torch.nn.Conv2d(1, 1, 1),
+            [batch] * (images // by_options.batch),
+            budget=None,
+            method="dmcp",
+            search=SearchConfig(budget="50%", **search),
+            train=TrainConfig(**train),
+            retrain="finetune",
+            teacher=None,
+            baselines=False,
+        )
+        in_python, retraining, loaders = resolve_settings(request, batch[0], dmcp.Task(), trained=trained)
+        assert vars(in_python) == vars(by_options.search) and vars(retraining.config) == vars(by_options.train)
+        assert length_of(loaders.search) * by_options.batch == (by_options.search_images or images)
+
+
+def test_what_is_set_is_kept_and_resolved_settings_are_checked() -> None:
+    everything = replace(resolve_search(SearchConfig(budget="50%")), lr=0.5, min_lr=0.3, epochs=7, sharpen=3.0)
+    training = replace(resolve_training(TrainConfig()), epochs=9, lr=0.7, warmup_lr=0.6)
+    for trained in (False, True):
+        same = resolve(everything, training, Retrain.FINETUNE, trained=trained, images=10**7, batch=128)
+        assert (same.search, same.train, same.search_images, same.reasons) == (everything, training, 0, {})
+    assert not has_choices_left(everything, training) and has_choices_left(everything, TrainConfig(epochs=3))
+    for wrong in ({"epochs": 0}, {"lr": None}, {"warmup": 0.99}):
+        with pytest.raises(TrainingError):
+            replace(everything, **wrong)
 
 
 def test_several_budgets_are_searched_at_the_middle_one() -> None:
@@ -196,8 +259,10 @@ IMAGENET = [name for name in RECIPES if name != "paper"]
 
 def test_the_papers_settings_are_one_recipe_and_one_function() -> None:
     found, own = find_recipe("paper"), paper("50%")
-    assert (found.search, found.train, found.retrain, found.teacher or None) == tuple(own.values())
-    assert found.search and (found.search.init, found.search.alpha_lr, found.search.distill) == ("random", 0.2, False)
+    assert found.search
+    resolved = (resolve_search(found.search), resolve_training(found.train))
+    assert (*resolved, found.retrain, found.teacher or None) == tuple(own.values())
+    assert (found.search.init, found.search.alpha_lr, found.search.distill) == ("random", 0.2, False)
 
 
 @functools.cache
@@ -221,9 +286,10 @@ def test_a_recipe_has_the_settings_of_section_4_1(name: str, row: tuple[str, ...
     assert recipe.model_args == (("width_mult=1.5", "dropout=0") if mobile else ())
     decay = 4e-5 if mobile else 1e-4
     assert search == SearchConfig(budget=row[1], groups=15 if mobile else 10, align=1, weight_decay=decay, init="zero")
+    assert train == TrainConfig(epochs=250 if mobile else 100, weight_decay=decay)
+    search, train = resolve_search(search), resolve_training(train)
     assert (search.epochs, search.warmup_epochs, search.budget_weight, search.tolerance) == (40, 20, 0.1, 0.95)
     assert (search.lr, search.min_lr, search.reference_batch) == (0.2, 0.02, recipe.batch)  # so never scaled
-    assert train == TrainConfig(epochs=250 if mobile else 100, weight_decay=decay)
     steps = train.epochs * 625
     rates = [learning_rate(step, steps, recipe.train_batch, train) for step in (0, 625, steps)]
     assert rates == pytest.approx([0.2, 0.8, 0.0])

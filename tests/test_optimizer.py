@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dmcp.errors import TrainingError
-from dmcp.settings import TrainConfig
+from dmcp.settings import TrainConfig, resolve_training
 from dmcp.training.loop import Task, train
 from dmcp.training.optimizer import (
     cosine,
@@ -33,7 +33,7 @@ def test_cosine_and_the_scale_of_the_batch_by_hand() -> None:
     assert cosine(2, 8, 1.0, 0.2) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
     warm = [cosine(step, 12, 0.8, 0.0, warmup=4, warmup_start=0.2) for step in (0, 1, 2, 4, 8, 12)]
     assert warm == pytest.approx([0.2, 0.35, 0.5, 0.8, 0.4, 0.0])
-    paper, steps = TrainConfig(), 100 * 50
+    paper, steps = resolve_training(TrainConfig()), 100 * 50
     assert [learning_rate(step, steps, 2048, paper) for step in (0, 50, steps)] == pytest.approx(
         [0.2, 0.8, 0.0], abs=1e-9
     )
@@ -76,7 +76,7 @@ def test_an_own_optimizer_has_the_schedule_of_the_settings_and_groups_their_rati
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10))
     batches = [(torch.randn(8, 1, 8, 8), torch.randint(10, (8,))) for _ in range(4)]
-    config = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)
+    config = resolve_training(TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None))
     twin = copy.deepcopy(model).train()
 
     def make(net: nn.Sequential) -> torch.optim.Optimizer:

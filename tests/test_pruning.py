@@ -25,7 +25,7 @@ from dmcp.errors import BudgetError, FileError
 from dmcp.retraining import AS_IT_WAS, TRAINED_FIRST
 from dmcp.runs.records import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, SearchRecord
 from dmcp.searching.budget import parse_budget
-from dmcp.settings import Retrain, SearchConfig, TrainConfig
+from dmcp.settings import Init, Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.losses import DistillationWarning, MetricWarning, classification_loss
 from dmcp.training.trained import LabelsWarning
@@ -90,9 +90,29 @@ def test_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(monkey
     assert found.search and found.search.log[0].alpha_lr is not None  # no warm-up
     assert found.rows[2].accuracy > fresh.rows[1].accuracy
     own = dmcp.Task(loss=classification_loss())
+    distils = replace(short["search"], distill=True)
     with pytest.warns(DistillationWarning):
-        found = dmcp.prune(model, *loaders, **short, task=own)
+        dmcp.prune(model, *loaders, **short | {"search": distils}, task=own)
+    found = dmcp.prune(model, *loaders, **short, task=own)  # which distills nothing, so that nothing is warned of
+    assert found.search_config and not found.search_config.distill
     assert found.origin == "dmcp: fine-tuned from the weights of the search"
+
+
+def test_what_is_left_out_of_the_settings_is_chosen_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (5, 5))
+    model, graph, loaders = trained()
+    results = []
+    for search in (None, SearchConfig(budget="50%", epochs=2), SearchConfig(budget="50%", lr=0.01, sort=False)):
+        results.append(dmcp.prune(model, *loaders, search=search, retrain="none", graph=graph))
+    chosen, epochs_set, rate_set = [result.search_config for result in results]
+    assert chosen and epochs_set and rate_set and results[0].train_config is None
+    assert (chosen.warmup, chosen.sort, chosen.init, chosen.lr) == (0.0, True, Init.FRONT, 0.04)
+    assert epochs_set == replace(chosen, epochs=2)
+    assert rate_set == replace(chosen, lr=0.01, min_lr=0.001, sort=False)
+    for result in results[:2]:
+        assert result.search and result.search.log[0].alpha_lr is not None  # no warm-up
+    lengths = [len(result.search.log) for result in results if result.search]
+    assert lengths == [result.search_config.epochs * len(loaders[0]) for result in results if result.search_config]
 
 
 class Blurred(Residual):

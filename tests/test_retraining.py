@@ -24,7 +24,7 @@ from dmcp.runs.records import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import generator
 from dmcp.searching.steps import StepContext, weight_step
 from dmcp.searching.subnets import make_chains
-from dmcp.settings import Retrain, TrainConfig
+from dmcp.settings import Retrain, TrainConfig, resolve_training
 from dmcp.training.loop import evaluate
 from dmcp.training.losses import classification_loss
 from dmcp.training.trained import UnusedNormsWarning, is_trained
@@ -47,9 +47,10 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
     """Each step equals stage 1 on the largest and the pruned network: accumulated gradients, one optimizer step."""
     model, graph = traced_residual()
     widths = graph.widths({space.name: max(1, space.size // 2) for space in graph.spaces})
-    config = TrainConfig(
+    settings = TrainConfig(
         epochs=1, reference_batch=None, lr=0.1, warmup_lr=0, warmup_epochs=0, weight_decay=0, label_smoothing=0
     )
+    config = resolve_training(settings)
     loader = Noise(1)
     slimmable = Retraining(config=config, kind=Retrain.SLIMMABLE)
     found = train_all(model, graph, {DMCP: widths}, loader, slimmable).networks[DMCP]
@@ -70,7 +71,7 @@ def test_slimmable_training_is_one_weight_step_of_two_networks() -> None:
 
 def test_a_training_that_diverges_is_warned_of() -> None:
     model, graph = traced_residual()
-    wild = TrainConfig(epochs=6, lr=30.0, warmup_lr=30.0, reference_batch=None)
+    wild = resolve_training(TrainConfig(epochs=6, lr=30.0, warmup_lr=30.0, reference_batch=None))
     with pytest.warns(DivergenceWarning, match="'dmcp' went wrong") as found:
         train_all(model, graph, {DMCP: graph.full}, Noise(), Retraining(config=wild))
     assert [it.filename for it in found] == [__file__]
@@ -91,7 +92,7 @@ def test_norms_catch_up_after_few_steps(norm: type[nn.Module], epochs: int, cali
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, images), 2, True, drop_last=True)
     for seed in (0, 1):
         torch.manual_seed(seed)
-        catch_up(one := copy.deepcopy(net), loader, TrainConfig(epochs=epochs))
+        catch_up(one := copy.deepcopy(net), loader, resolve_training(TrainConfig(epochs=epochs)))
         found.append(state(one))
     assert same(*found) and same(found[0], state(net)) != calibrates
 

@@ -45,7 +45,7 @@ CONFIG = RunConfig(
     batch=80,
     device="cpu",
     holdout=0.1,
-    train=TrainConfig(epochs=1, lr=0.8, warmup_epochs=0),
+    train=TrainConfig(epochs=1, lr=0.8, warmup_epochs=0, warmup_lr=0.2, weight_decay=1e-4),
 )
 TWO = Comparison(
     protocol=Protocol(config=CONFIG, facts={"fingerprint": "a"}, finetune_epochs=1),

@@ -25,7 +25,7 @@ from dmcp.searching.stem import Stem, find_stem
 from dmcp.searching.steps import StepContext, weight_step
 from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Narrow
-from dmcp.settings import Sampling, SearchConfig
+from dmcp.settings import Sampling, SearchConfig, resolve_search
 
 # steps with it and without
 
@@ -44,7 +44,7 @@ def task(output: Any, batch: Any) -> Tensor:
 def three_steps(net: Any, stem: Stem | None, x: Tensor, lr: float, align: int | None, loss: Any) -> Tensor:
     """The losses; the smallest sub-network is a narrow one where `align` is given."""
     optimizer, dice = torch.optim.SGD(net.weights(), lr, 0.9), torch.Generator().manual_seed(1)
-    config = SearchConfig(budget="50%", distill=False)
+    config = resolve_search(SearchConfig(budget="50%", distill=False))
     budget = parse_budget("50%", net.graph)
     context = StepContext(net=net, chains=make_chains(net), budget=budget, config=config, loss=loss)
     border = () if stem is None else (stem.paths, stem.value)

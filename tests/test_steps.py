@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.steps import StepContext, arch_step, weight_step
 from dmcp.searching.subnets import make_chains
-from dmcp.settings import Sampling, SearchConfig
+from dmcp.settings import Sampling, SearchConfig, resolve_search
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -27,7 +27,7 @@ def cross_entropy(output: Tensor, batch: Any) -> Tensor:
 def made(toy: Any = Residual, loss: Any = cross_entropy, **settings: Any) -> tuple[StepContext, Batches]:
     """A supernet in float64 with random alphas and what its steps share, and two batches."""
     net, x, labels = supernet(toy), sample(toy.SHAPE, batch=8), torch.arange(8) % 5
-    config = SearchConfig(budget="50%", **settings)
+    config = resolve_search(SearchConfig(budget="50%", **settings))
     budget = parse_budget("50%", net.graph)
     return StepContext(net=net, chains=make_chains(net), budget=budget, config=config, loss=loss), [
         (x[:4], labels[:4]),

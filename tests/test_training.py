@@ -18,7 +18,7 @@ from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, TrainingError
 from dmcp.models import build
-from dmcp.settings import Engine, SearchConfig, TrainConfig
+from dmcp.settings import Engine, SearchConfig, TrainConfig, resolve_training
 from dmcp.training import loop as training
 from dmcp.training.loop import Runtime, Task, evaluate, train
 from dmcp.training.losses import classification_loss, distillation_loss
@@ -47,7 +47,7 @@ def some_batches(count: int = 4, size: int = 8) -> list[tuple[Tensor, Tensor]]:
 def test_digits_are_learned_in_three_epochs() -> None:
     sets, model, seen = load("digits"), build("digits:resnet"), list[Any]()
     loader = make_loader(sets.train, 64, train=True)
-    config = TrainConfig(epochs=3, lr=0.2, warmup_lr=0.05, reference_batch=64)
+    config = resolve_training(TrainConfig(epochs=3, lr=0.2, warmup_lr=0.05, reference_batch=64))
     epochs: list[int] = []
     records = train(model, loader, config, runtime=Runtime(on_event=seen.append), after_epoch=epochs.append)
     assert evaluate(model, make_loader(sets.test, 256, train=False)) > 0.8
@@ -141,7 +141,7 @@ def test_what_cannot_be_trained() -> None:
 
 @pytest.mark.parametrize("change", [
     {"epochs": 0}, {"epochs": 1.5}, {"lr": math.nan}, {"reference_batch": 0}, {"momentum": 1.0}, {"seed": -1},
-    {"kd_temperature": 0.009}, {"sampling": "some"}, {"tolerance": 1.0}, {"warmup": 0.99},
+    {"kd_temperature": 0.009}, {"sampling": "some"}, {"tolerance": 1.0}, {"warmup": 1.0},
 ])  # fmt: skip
 def test_impossible_settings(change: dict[str, Any]) -> None:
     (name,) = change

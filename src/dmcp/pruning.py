@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import length_hint
 from typing import Any
 
@@ -50,7 +50,7 @@ from dmcp.searching.sampling import expected, filled, uniform
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import sort_channels
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import AUTO, Engine, Retrain, SearchConfig, TrainConfig
+from dmcp.settings import AUTO, Engine, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, resolve_training
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap, without_autocast
 from dmcp.tracing.trace import trace
@@ -92,8 +92,8 @@ def prune(
         settings or else the middle one of the list; see `by_budget` of the result.
     method: "dmcp" searches. "l1", "l2", "uniform" and the other methods of `dmcp compare` choose widths and channels
         in their own way; the resulting networks are trained and tested in the same way.
-    search, train: all settings of the search and of the training. Without them, the settings follow the number of
-        images, and whether a test shows that the model is trained; see `dmcp.settings.defaults`.
+    search, train: settings of the search and of the training. What you leave out follows the number of images, and
+        whether a test shows that the model is trained; `search_config` and `train_config` of the result have all of it.
     retrain: how the pruned network gets its weights. "finetune" trains the weights of the search further. "scratch",
         as in the paper, starts from fresh weights; "slimmable" is the paper's DMCP*; "none" only calibrates BatchNorms.
     teacher: a trained network of any architecture with the same classes; all networks learn from it besides the
@@ -218,10 +218,10 @@ class PruneJob:
     model: nn.Module
     graph: ChannelGraph
     budgets: Mapping[str, Budget]  # by name
-    search: SearchConfig
+    search: ResolvedSearchConfig
     loaders: Loaders
     method: str = DMCP
-    retraining: Retraining = field(default_factory=lambda: Retraining(config=TrainConfig(), kind=Retrain.NONE))
+    retraining: Retraining = Retraining(config=resolve_training(TrainConfig()), kind=Retrain.NONE)
     baselines: frozenset[str] = frozenset()
     task: Task = Task()
     runtime: Runtime = Runtime()
@@ -514,6 +514,8 @@ def make_result(
             budget=budget,
             origin=origin,
             latency=planned.latency,
+            search_config=job.search if job.searches else None,
+            train_config=None if job.retraining.kind is Retrain.NONE else job.retraining.config,
         )
     first = next(iter(by_budget.values()))
     if len(by_budget) == 1:

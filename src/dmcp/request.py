@@ -16,7 +16,7 @@ from dmcp.retraining import Retraining, check_teacher_use, copy_of_teacher, is_m
 from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.runtime.distributed import current
-from dmcp.settings import AUTO, Retrain, SearchConfig, TrainConfig, defaults
+from dmcp.settings import AUTO, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, has_choices_left, resolve
 from dmcp.training.loop import Task
 from dmcp.training.losses import warn_of_distillation
 from dmcp.training.preflight import can_teach, classes_of
@@ -49,13 +49,13 @@ class Loaders:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PruneRequest:
-    """The arguments of `prune`, read and checked. None and "auto" stand for what is chosen later."""
+    """The arguments of `prune`, read and checked. Unset settings and "auto" stand for what is chosen later."""
 
     specs: Sequence[Spec]  # the budgets as they are written
     method: str
     searches: bool  # whether this method is our search
-    search: SearchConfig | None
-    train: TrainConfig | None
+    search: SearchConfig
+    train: TrainConfig
     retrain: Retrain
     teacher: nn.Module | str | None  # as given
     teacher_copy: nn.Module | None  # of a given network, on the device of the model
@@ -66,7 +66,7 @@ class PruneRequest:
     @property
     def follows_training(self) -> bool:
         """Whether anything depends on whether the model is trained, so that this must be tested."""
-        if self.search is None or self.train is None or self.teacher == AUTO:
+        if has_choices_left(self.search, self.train) or self.teacher == AUTO:
             return True
         return self.retrain is Retrain.FINETUNE or not self.searches
 
@@ -109,8 +109,8 @@ def read_request(
         specs=specs,
         method=method,
         searches=searches,
-        search=search,
-        train=train,
+        search=search or SearchConfig(budget=choose_middle(specs)),
+        train=train or TrainConfig(),
         retrain=kind,
         teacher=teacher,
         teacher_copy=teacher_copy,
@@ -192,15 +192,16 @@ def warn_of_teacher(request: PruneRequest, model: nn.Module, sample: Any, val_lo
 
 def resolve_settings(
     request: PruneRequest, example: Any, task: Task, *, trained: bool
-) -> tuple[SearchConfig, Retraining, Loaders]:
+) -> tuple[ResolvedSearchConfig, Retraining, Loaders]:
     """Settings of the search and of all trainings, and their batches.
 
-    What was left open follows the amount of data, and whether the model is trained. A trained model is searched with a
-    part of the batches, if these settings are open, too.
+    What is unset follows the amount of data, and whether the model is trained. A trained model is searched with a part
+    of the batches, if the epochs of the search are unset.
     """
     batch = size_of((example,)) * current().size
-    suggested = defaults(
-        choose_middle(request.specs),
+    settings = resolve(
+        request.search,
+        request.train,
         request.retrain,
         trained=trained,
         images=length_of(request.loaders.search) * batch,
@@ -208,12 +209,12 @@ def resolve_settings(
         own_loss=task.loss is not None,
     )
     loaders = request.loaders
-    if request.search is None and request.searches and suggested.search_images:
-        batches = -(-suggested.search_images // batch)
+    if request.searches and settings.search_images:
+        batches = -(-settings.search_images // batch)
         loaders = replace(loaders, search=FewBatches(loaders.search, batches), train=loaders.final)
     teacher = request.teacher if request.teacher_copy is None else request.teacher_copy
-    retraining = Retraining(config=request.train or suggested.train, kind=request.retrain, teacher=teacher)
-    return request.search or suggested.search, retraining, loaders
+    retraining = Retraining(config=settings.train, kind=request.retrain, teacher=teacher)
+    return settings.search, retraining, loaders
 
 
 def choose_baselines(request: PruneRequest, model: nn.Module, *, trained: bool) -> frozenset[str]:

@@ -29,6 +29,7 @@ from dmcp.runs.records import (
 )
 from dmcp.runtime.batches import Loader, device_of, size_of
 from dmcp.searching.records import SearchResult
+from dmcp.settings import ResolvedSearchConfig, ResolvedTrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import call_model, kept_modes
 from dmcp.tracing.widths import Widths
@@ -53,6 +54,8 @@ class PruneResult:
     origin: str = ""  # a sentence that says where the weights come from
     latency: LatencyOutcome | None = None  # times asked for, predicted and measured, if latency is limited
     by_budget: Mapping[str, PruneResult] = field(default_factory=dict)  # with several budgets, the result of each
+    search_config: ResolvedSearchConfig | None = None  # all settings of the search; None if the method does not search
+    train_config: ResolvedTrainConfig | None = None  # all settings of the training; None if nothing was trained
 
     @property
     def table(self) -> str:

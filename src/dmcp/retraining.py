@@ -18,7 +18,7 @@ from dmcp.runtime.batches import Loader, device_of, generator, length_of
 from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current, gather, share_tensors
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Engine, Retrain, TrainConfig
+from dmcp.settings import Engine, ResolvedTrainConfig, Retrain
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import kept_modes, modules_of, narrow, tensors_in, unwrap
 from dmcp.tracing.widths import Widths, fingerprint
@@ -45,7 +45,7 @@ class TeacherWarning(UserWarning):
 class Retraining:
     """How networks get their weights, and which teacher they learn from besides the labels."""
 
-    config: TrainConfig
+    config: ResolvedTrainConfig
     kind: Retrain = Retrain.SCRATCH
     teacher: nn.Module | str | None = None  # a trained network, or "unpruned": the unpruned one, which is trained first
 
@@ -150,7 +150,7 @@ def calibrated(network: nn.Module, loader: Loader) -> nn.Module:
     return network
 
 
-def catch_up(network: nn.Module, loader: Loader, config: TrainConfig) -> None:
+def catch_up(network: nn.Module, loader: Loader, config: ResolvedTrainConfig) -> None:
     """Calibrate BatchNorms after a training of few steps, since their running statistics lag behind the weights.
 
     A network that keeps one of them in eval mode is left alone: its weights were trained with the statistics it has.
@@ -166,7 +166,7 @@ def catch_up(network: nn.Module, loader: Loader, config: TrainConfig) -> None:
 
 
 def _train_slimmable(
-    net: Supernet, widths: Widths, loader: Loader, config: TrainConfig, task: Task, runtime: Runtime
+    net: Supernet, widths: Widths, loader: Loader, config: ResolvedTrainConfig, task: Task, runtime: Runtime
 ) -> tuple[nn.Module, list[StepRecord]]:
     """Slimmable training: in each step the largest network learns the task, and the pruned one learns from it."""
     reinitialize(net.model, generator=generator(config.seed))

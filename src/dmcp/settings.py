@@ -7,7 +7,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -145,8 +145,17 @@ def describe(kind: type) -> tuple[Setting, ...]:
         if optional:
             value_type = typing.Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
         default = each.default_factory() if each.default_factory is not MISSING else each.default
-        described.append(Setting(name=each.name, type=value_type, optional=optional, default=default, **each.metadata))
+        metadata = _metadata(kind, each.name)
+        described.append(Setting(name=each.name, type=value_type, optional=optional, default=default, **metadata))
     return tuple(described)
+
+
+def _metadata(kind: type, name: str) -> Mapping[str, Any]:
+    """What `setting` says of a field. A subclass that only narrows the type of a field does not repeat it."""
+    for base in kind.__mro__:
+        if is_dataclass(base) and name in base.__dataclass_fields__ and base.__dataclass_fields__[name].metadata:
+            return base.__dataclass_fields__[name].metadata
+    return {}
 
 
 def check(settings: Any, error: type[DmcpError] = TrainingError) -> None:
@@ -213,11 +222,12 @@ _ALIGN = "Round widths to multiples of this number. Default: 16 in wide layers, 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """Settings of a search, for a batch of 1024 as in the paper.
+    """Settings of a search; learning rates are for a batch of 1024, as in the paper.
 
-    The defaults of tolerance, groups (for ResNet; 15 for MobileNetV2), epochs, warmup, sampling, budget_weight, lr and
-    min_lr are the paper's. Those of align, warmup_sampling, distill, init, label_smoothing, alpha_lr and alpha_min_lr
-    are not, and the paper names none for the momenta and weight_decay: the paper map of the docs has a table.
+    Settings that are None are unset: `prune` and the command line choose them for the network and its data, `search` on
+    its own takes those for a network that is not trained. These, and the other defaults, are the paper's, except for
+    align, warmup_sampling, distill, init, label_smoothing, alpha_lr and alpha_min_lr; the paper names none for the
+    momenta and weight_decay, and 15 groups for MobileNetV2. The paper map of the docs has a table.
     """
 
     budget: int | float | str | Budget = setting(
@@ -248,50 +258,73 @@ class SearchConfig:
         group="Budget",
         commands=_GROUPED,
     )
-    epochs: int = setting(
-        40, "Number of search epochs, including the warm-up.", 1, option="search_epochs", shown=AUTOMATIC
+    epochs: int | None = setting(
+        None, "Number of search epochs, including the warm-up.", 1, option="search_epochs", shown=AUTOMATIC
     )
-    warmup: float = setting(
-        0.5,
+    warmup: float | None = setting(
+        None,
         "Fraction of the search epochs that train only the weights; 0 for a trained model.",
         0,
         below=1,
         shown=AUTOMATIC,
     )
-    sort: bool = setting(False, "Sort channels by the norm of their weights first, for a trained model.", option=None)
+    sort: bool | None = setting(
+        None, "Sort channels by the norm of their weights first. Default: for a trained model.", option=None
+    )
     subnets: int = setting(
         2, "Random sub-networks in each weight step, besides the largest and the smallest one.", 0, option=None
     )
-    sampling: Sampling = setting(Sampling.MARKOV, "How sub-networks are sampled after the warm-up.", option=None)
-    warmup_sampling: Sampling = setting(Sampling.UNIFORM, "How sub-networks are sampled in the warm-up.", option=None)
-    distill: bool = setting(
-        True, "Whether sub-networks learn from the outputs of the largest one instead of the labels.", option=None
+    sampling: Sampling | None = setting(
+        None,
+        "How sub-networks are sampled after the warm-up. Default: mixed for a trained model, else markov.",
+        option=None,
     )
-    init: Init = setting(Init.TARGET, "Initialization of the alphas.", option=None)
+    warmup_sampling: Sampling = setting(Sampling.UNIFORM, "How sub-networks are sampled in the warm-up.", option=None)
+    distill: bool | None = setting(
+        None,
+        "Whether sub-networks learn from the outputs of the largest one instead of the labels. "
+        "Default: yes, but in prune not with a loss of your own.",
+        option=None,
+    )
+    init: Init | None = setting(
+        None, "Initialization of the alphas. Default: front for a trained model, else target.", option=None
+    )
     task_loss: bool = setting(
         True, "Whether the alphas learn from the task loss, too, and not only from the budget loss.", option=None
     )
-    budget_weight: float = setting(0.1, "Weight of the budget loss (lambda of eq. 15).", 0, option=None)
+    budget_weight: float | None = setting(
+        None,
+        "Weight of the budget loss (lambda of eq. 15). Default: 1.0 for a trained model, else 0.1.",
+        0,
+        option=None,
+    )
     train_weights: bool = setting(True, "Whether the weights are trained after the warm-up, too.", option=None)
-    lr: float = setting(
-        0.2,
+    lr: float | None = setting(
+        None,
         "Initial learning rate of the search, for a batch of 1024.",
         0,
         option="search_lr",
         shown=AUTOMATIC,
     )
-    min_lr: float = setting(0.02, "Final learning rate of the cosine schedule.", 0, option=None)
+    min_lr: float | None = setting(
+        None, "Final learning rate of the cosine schedule. Default: a tenth of lr.", 0, option=None
+    )
     reference_batch: int = setting(
         1024, "Batch size for lr and min_lr, which are scaled linearly for other sizes.", 1, option=None
     )
     momentum: float = setting(0.9, "Nesterov momentum of the weights.", 0, below=1, option=None)
-    weight_decay: float = setting(1e-4, _DECAY, 0, group="Training", shown=AUTOMATIC)
+    weight_decay: float | None = setting(None, _DECAY, 0, group="Training", shown=AUTOMATIC)
     label_smoothing: float = setting(0.1, _SMOOTHING, 0, below=1, group="Training")
     alpha_lr: float = setting(
         0.5, "Learning rate of the alphas after the warm-up; it is not scaled with the batch.", 0, option=None
     )
     alpha_min_lr: float = setting(0.1, "Final learning rate of the alphas in their cosine schedule.", 0, option=None)
-    sharpen: float = setting(1.0, "Factor by which all alphas grow during the search.", 1, option=None)
+    sharpen: float | None = setting(
+        None,
+        "Factor by which all alphas grow during the search. Default: 2.0 for a trained model, else 1.0.",
+        1,
+        option=None,
+    )
     alpha_momentum: float = setting(
         0.9, "Nesterov momentum of the alphas; they have no weight decay.", 0, below=1, option=None
     )
@@ -304,10 +337,29 @@ class SearchConfig:
     def __post_init__(self) -> None:
         check(self)
         read_budget(self.budget)  # refuses what cannot be read; `parse_budget` makes limits of it for a network
-        if self.warmup_epochs == self.epochs:
+        if self.epochs is None or self.warmup is None:
+            return
+        if round(self.epochs * self.warmup) == self.epochs:
             raise TrainingError(
                 f"warmup={self.warmup:g} leaves none of the {self.epochs} epochs to the alphas: lower it."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSearchConfig(SearchConfig):
+    """Settings of a search with nothing left to choose."""
+
+    epochs: int
+    warmup: float
+    sort: bool
+    sampling: Sampling
+    distill: bool
+    init: Init
+    budget_weight: float
+    lr: float
+    min_lr: float
+    weight_decay: float
+    sharpen: float
 
     @property
     def warmup_epochs(self) -> int:
@@ -317,14 +369,16 @@ class SearchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a network is trained; the defaults are the paper's recipe for a pruned ResNet, but for label_smoothing.
+    """How a network is trained.
 
-    The paper names no momentum and no weight_decay.
+    Settings that are None are unset: `prune` and the command line choose them for the network and its data, `train` on
+    its own takes the paper's recipe for a pruned ResNet. The other defaults are the paper's, too, except for
+    label_smoothing; the paper names no momentum and no weight_decay.
     """
 
-    epochs: int = setting(100, "Number of training epochs.", 1, shown=AUTOMATIC)
-    lr: float = setting(
-        0.8,
+    epochs: int | None = setting(None, "Number of training epochs.", 1, shown=AUTOMATIC)
+    lr: float | None = setting(
+        None,
         "Peak learning rate for a batch of 2048, scaled linearly for other sizes.",
         1e-300,
         commands=_COMPARED,
@@ -337,11 +391,13 @@ class TrainConfig:
         option=None,
     )
     warmup_epochs: float = setting(1.0, "Number of epochs in which the learning rate rises to lr.", 0, option=None)
-    warmup_lr: float = setting(0.2, "Learning rate of the first step, scaled as lr is.", 0, option=None)
+    warmup_lr: float | None = setting(
+        None, "Learning rate of the first step, scaled as lr is. Default: a quarter of lr.", 0, option=None
+    )
     min_lr: float = setting(0.0, "Final learning rate of the cosine schedule, scaled as lr is.", 0, option=None)
     momentum: float = setting(0.9, "Momentum of SGD.", 0, below=1, option=None)
     nesterov: bool = setting(True, "Use Nesterov momentum.", option=None)
-    weight_decay: float = setting(1e-4, _DECAY, 0, commands=_COMPARED, shown=AUTOMATIC)
+    weight_decay: float | None = setting(None, _DECAY, 0, commands=_COMPARED, shown=AUTOMATIC)
     label_smoothing: float = setting(0.1, _SMOOTHING, 0, below=1, commands=_COMPARED)
     kd_weight: float = setting(0.9, "Weight of the teacher's outputs in the loss; the labels get the rest.", 0, 1)
     kd_temperature: float = setting(
@@ -351,6 +407,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTrainConfig(TrainConfig):
+    """How a network is trained, with nothing left to choose."""
+
+    epochs: int
+    lr: float
+    warmup_lr: float
+    weight_decay: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,26 +485,39 @@ PAPER: dict[str, dict[str, Any]] = {  # what the paper names and the defaults ha
 def paper(budget: int | float | str | Budget = "50%") -> dict[str, Any]:
     """The paper's own settings, as arguments of `prune`; groups and epochs are those for ResNet."""
     return {
-        "search": SearchConfig(budget=budget, **PAPER["search"]),
-        "train": TrainConfig(**PAPER["train"]),
+        "search": resolve_search(SearchConfig(budget=budget, **PAPER["search"])),
+        "train": resolve_training(TrainConfig(**PAPER["train"])),
         "retrain": Retrain.SCRATCH,
         "teacher": None,
     }
 
 
-# defaults that follow the network and its data: docs/cookbook.md has the same table
+# what is unset is chosen for the network and its data: docs/cookbook.md has the same table
 
-_TRAINED_SEARCH: dict[str, Any] = {  # experiments/REPORT.md, "judge"
+_SEARCH: dict[str, Any] = {  # of a network that is not trained
+    "epochs": 40,
+    "warmup": 0.5,
+    "sort": False,
+    "sampling": Sampling.MARKOV,
+    "distill": True,
+    "init": Init.TARGET,
+    "budget_weight": 0.1,
+    "lr": 0.2,
+    "weight_decay": 1e-4,
+    "sharpen": 1.0,
+}
+_TRAINED_SEARCH: dict[str, Any] = {  # what differs for a trained network: experiments/REPORT.md, "judge"
     "epochs": 1,
     "warmup": 0.0,
     "sort": True,
-    "lr": 0.04,
-    "min_lr": 0.004,
-    "init": Init.FRONT,
-    "sharpen": 2.0,
     "sampling": Sampling.MIXED,
+    "init": Init.FRONT,
     "budget_weight": 1.0,
+    "lr": 0.04,
+    "sharpen": 2.0,
 }
+_TRAIN: dict[str, Any] = {"epochs": 100, "lr": 0.8, "weight_decay": 1e-4}
+_FINETUNE_EPOCHS = 20  # of a trained network
 _KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # these keep the weights of the search
 _SEARCH_IMAGES = 50_000  # that are enough for the search of a trained network
 _SEARCH_STEPS = (150, 500)  # fewest and most steps of such a search
@@ -447,79 +526,128 @@ _MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets 
 _BATCH = 128
 _MIN_PER_EPOCH = 8  # steps that an epoch has at least
 _FEW_IMAGES = 200_000  # up to which the next two hold instead of ImageNet's: REPORT.md, "judge"
-_FEW_SEARCH: dict[str, Any] = {"lr": 0.4, "min_lr": 0.04, "weight_decay": 5e-4}  # of a network that is not trained
-_FEW_TRAIN: dict[str, Any] = {"lr": 1.6, "warmup_lr": 0.4, "weight_decay": 5e-4}
+_FEW_SEARCH: dict[str, Any] = {"lr": 0.4, "weight_decay": 5e-4}  # of a network that is not trained
+_FEW_TRAIN: dict[str, Any] = {"lr": 1.6, "weight_decay": 5e-4}
 _HEAVY = 2 * 10**9  # MACs of one sample from which batches are smaller, for the memory
 _HEAVY_BATCH = 64
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """Settings for a network and its data, and why: a name, a value and a sentence each."""
+def resolve_search(config: SearchConfig, values: Mapping[str, Any] = _SEARCH) -> ResolvedSearchConfig:
+    """The settings with these values where they are unset; by default those for a network that is not trained."""
+    filled = _filled(config, values)
+    if config.min_lr is None:
+        filled["min_lr"] = filled["lr"] / 10
+    return ResolvedSearchConfig(**filled)
 
-    search: SearchConfig
-    train: TrainConfig
+
+def resolve_training(config: TrainConfig, values: Mapping[str, Any] = _TRAIN) -> ResolvedTrainConfig:
+    """The settings with these values where they are unset; by default the paper's."""
+    filled = _filled(config, values)
+    if config.warmup_lr is None:
+        filled["warmup_lr"] = filled["lr"] / 4
+    return ResolvedTrainConfig(**filled)
+
+
+def _filled(config: SearchConfig | TrainConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of the settings; those that are unset have these values."""
+    filled = dict(vars(config))
+    for name, value in values.items():
+        if filled[name] is None:
+            filled[name] = value
+    return filled
+
+
+def has_choices_left(search: SearchConfig, train: TrainConfig) -> bool:
+    """Whether any of these settings is to be chosen for the network and its data."""
+    left = [getattr(search, name) is None for name in _SEARCH] + [getattr(train, name) is None for name in _TRAIN]
+    return any(left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSettings:
+    """Settings for a network and its data, with nothing left to choose."""
+
+    search: ResolvedSearchConfig
+    train: ResolvedTrainConfig
     search_images: int  # in each epoch of the search; 0: all
-    why: Mapping[str, tuple[object, str]]
+    reasons: Mapping[str, str]  # value and reason of each setting that was unset, by option
 
 
-def defaults(
-    budget: int | float | str | Budget,
+def resolve(
+    search: SearchConfig,
+    train: TrainConfig,
     retrain: Retrain,
     *,
     trained: bool,
     images: int,
     batch: int,
-    steps: int = 0,  # of the training, if its epochs are given
-    own_loss: bool = False,  # then outputs may be no class scores, and nothing is distilled
-) -> Defaults:
-    """Settings for so many training images in batches of this size; `trained`: the network is, on such data."""
-    search = default_search(budget, trained)
-    train = default_training(retrain, trained)
+    train_batch: int | None = None,
+    own_loss: bool = False,
+) -> ResolvedSettings:
+    """Choose every setting that is unset, for so many training images in batches of this size.
+
+    trained: whether the network is, on such data.
+    train_batch: size of the batches of the final training, if it has others.
+    own_loss: the task has a loss of the user's own, so that outputs may be no class scores, and nothing is distilled.
+    """
     keeps_trained_weights = trained and retrain in _KEEPING
+    search_values = _SEARCH | {"distill": not own_loss}
+    train_values = dict(_TRAIN)
+    if trained:
+        search_values |= _TRAINED_SEARCH
+    if keeps_trained_weights:
+        train_values["epochs"] = _FINETUNE_EPOCHS
 
     # Learning rates and decay follow the number of images.
     why_rates = "the paper's"
     if images <= _FEW_IMAGES:
         why_rates = f"twice the paper's, which suits {images:,} images"
-        train = replace(train, **_FEW_TRAIN)
+        train_values |= _FEW_TRAIN
         if not trained:
-            search = replace(search, **_FEW_SEARCH)
-    if keeps_trained_weights and 0 < steps < _MIN_STEPS:  # REPORT.md, "short"
-        why_rates = f"the paper's: fewer than {_MIN_STEPS} steps from trained weights must be small"
-        train = replace(train, lr=TrainConfig.lr, warmup_lr=TrainConfig.warmup_lr)
+            search_values |= _FEW_SEARCH
+    if keeps_trained_weights and train.epochs is not None:
+        steps = train.epochs * -(-images // max(1, train_batch or batch))
+        if steps < _MIN_STEPS:  # REPORT.md, "short"
+            why_rates = f"the paper's: fewer than {_MIN_STEPS} steps from trained weights must be small"
+            train_values["lr"] = _TRAIN["lr"]
 
     # So do the epochs; the search of a trained network may need less than one.
     search_images = 0
     if trained:
         enough_images = _images_of_a_trained_search(batch)
-        search_epochs = max(1, round(enough_images / images))
+        search_values["epochs"] = max(1, round(enough_images / images))
         why_search_epochs = f"{enough_images:,} images are enough for a trained network"
-        if images >= 2 * enough_images:
+        if search.epochs is None and images >= 2 * enough_images:
             search_images = enough_images
         why_search_rate = "small steps keep what the trained network knows"
         why_warmup = "no warm-up: the network is trained; its channels are sorted by norm instead"
     else:
-        search_epochs, why_search_epochs = _epochs(search.epochs, images, batch)
+        search_values["epochs"], why_search_epochs = _epochs(search_values["epochs"], images, batch)
         why_search_rate = why_rates
         why_warmup = "the weights are trained before the alphas move"
     most_images = _TRAIN_IMAGES if keeps_trained_weights else 0
-    train_epochs, why_train_epochs = _epochs(train.epochs, images, batch, most_images)
+    train_values["epochs"], why_train_epochs = _epochs(train_values["epochs"], images, batch, most_images)
 
-    why: dict[str, tuple[object, str]] = {
-        "search_epochs": (
-            f"1 pass over {search_images:,} images" if search_images else search_epochs,
-            why_search_epochs,
-        ),
-        "search_lr": (f"{search.lr:g} at a batch of {search.reference_batch}", why_search_rate),
-        "warmup": (search.warmup, why_warmup),
-        "epochs": (train_epochs, why_train_epochs),
-        "lr": (f"{train.lr:g} at a batch of {train.reference_batch}", why_rates),
-        "weight_decay": (train.weight_decay, f"usual for {images:,} images"),
-    }
-    search = replace(search, epochs=search_epochs, distill=not own_loss)
-    train = replace(train, epochs=train_epochs)
-    return Defaults(search, train, search_images, why)
+    resolved_search = resolve_search(search, search_values)
+    resolved_train = resolve_training(train, train_values)
+
+    # Why, for each option that was left out.
+    reasons: dict[str, str] = {}
+    if search.epochs is None:
+        passes = f"1 pass over {search_images:,} images" if search_images else resolved_search.epochs
+        reasons["search_epochs"] = f"{passes}: {why_search_epochs}"
+    if search.lr is None:
+        at_batch = f"{resolved_search.lr:g} at a batch of {resolved_search.reference_batch}"
+        reasons["search_lr"] = f"{at_batch}: {why_search_rate}"
+    if search.warmup is None:
+        reasons["warmup"] = f"{resolved_search.warmup}: {why_warmup}"
+    if train.epochs is None:
+        reasons["epochs"] = f"{resolved_train.epochs}: {why_train_epochs}"
+    if train.lr is None:
+        reasons["lr"] = f"{resolved_train.lr:g} at a batch of {resolved_train.reference_batch}: {why_rates}"
+    if train.weight_decay is None:
+        reasons["weight_decay"] = f"{resolved_train.weight_decay}: default for {images:,} images"
+    return ResolvedSettings(search=resolved_search, train=resolved_train, search_images=search_images, reasons=reasons)
 
 
 def _images_of_a_trained_search(batch: int) -> int:
@@ -550,13 +678,3 @@ def default_batch(images: int, macs: int) -> tuple[int, str]:
         batch //= 2
         reason = f"small enough for {images // batch} steps in an epoch of {images:,} images"
     return batch, reason
-
-
-def default_search(budget: int | float | str | Budget, trained: bool) -> SearchConfig:
-    """The usual settings of a search, whatever the data."""
-    return SearchConfig(budget=budget, **_TRAINED_SEARCH if trained else {})
-
-
-def default_training(retrain: Retrain, trained: bool) -> TrainConfig:
-    """The usual settings of a training, whatever the data."""
-    return TrainConfig(epochs=20) if trained and retrain in _KEEPING else TrainConfig()

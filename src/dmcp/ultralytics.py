@@ -21,7 +21,7 @@ from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latenc
 from dmcp.pruning import PruneJob, resumable, search_widths
 from dmcp.request import Loaders, Spec, read_specs
 from dmcp.runtime.progress import showing
-from dmcp.settings import Retrain, SearchConfig, defaults
+from dmcp.settings import ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, resolve
 from dmcp.tracing.modules import modules_of
 from dmcp.tracing.trace import trace
 from dmcp.tracing.widths import Widths
@@ -72,11 +72,11 @@ def prune(
     # What can be pruned, and how it is searched.
     example = next(iter(batches))["input"][:2]
     graph = trace(model, example, ignore)
-    config = search
-    if config is None:
-        config = _default_search(specs[0], trained=bool(yolo.ckpt), batches=len(batches), batch_size=trainer.batch_size)
+    batch_size = trainer.batch_size
+    asked = search or SearchConfig(budget=specs[0], reference_batch=batch_size)
     if epochs is not None:
-        config = replace(config, epochs=epochs)
+        asked = replace(asked, epochs=epochs)
+    config = _resolve(asked, trained=bool(yolo.ckpt), batches=len(batches), batch_size=batch_size)
 
     with showing(runtime.progress):
         graph, timer = with_latency(model, graph, example, specs, config, latency, runtime)
@@ -171,14 +171,18 @@ class _Batches:
             yield {"input": batch["img"], **batch}
 
 
-def _default_search(spec: Spec, *, trained: bool, batches: int, batch_size: int) -> SearchConfig:
-    """The usual settings of a search, but with rates for AdamW, and without distillation: detectors have no classes."""
+def _resolve(search: SearchConfig, *, trained: bool, batches: int, batch_size: int) -> ResolvedSearchConfig:
+    """Choose what is unset as `dmcp.prune` does, but with rates for AdamW; there is no distillation without classes."""
+    if search.lr is None:
+        lr = 1e-3  # at the size of these batches
+        if trained:
+            lr = 2e-4
+        search = replace(search, lr=lr * search.reference_batch / batch_size)
     images = batches * batch_size
-    search = defaults(spec, Retrain.FINETUNE, trained=trained, images=images, batch=batch_size).search
-    lr = 1e-3
-    if trained:
-        lr = 2e-4
-    return replace(search, distill=False, lr=lr, min_lr=lr / 10, reference_batch=batch_size)
+    settings = resolve(
+        search, TrainConfig(), Retrain.FINETUNE, trained=trained, images=images, batch=batch_size, own_loss=True
+    )
+    return settings.search
 
 
 # the loss, which reads features beside the predictions only for their sizes

@@ -28,7 +28,7 @@ from dmcp.models import argument
 from dmcp.runs.config import RunConfig
 from dmcp.runs.writing import Run, slug
 from dmcp.runtime.io import Lock, is_locked
-from dmcp.settings import Retrain
+from dmcp.settings import Retrain, resolve_training
 from dmcp.units import table
 
 _OUTPUT = "output"  # folder of what runs print
@@ -48,9 +48,15 @@ def compare(config: RunConfig, request: Request) -> None:
     device = place_of(config)
 
     # Network and data are opened on the CPU: only the processes of the runs use the device.
-    typed = {**request.typed, "epochs": request.more["epochs"]}
-    opened = replace(config, device="cpu", holdout=request.more["holdout"], method="", retrain=Retrain.SCRATCH)
-    job = open_checked(opened, typed)
+    opened = replace(
+        config,
+        device="cpu",
+        holdout=request.more["holdout"],
+        method="",
+        retrain=Retrain.SCRATCH,
+        train=replace(config.train, epochs=request.more["epochs"]),
+    )
+    job = open_checked(opened, request.typed)
     comparison = _read_comparison(replace(job.config, device=config.device), request, job)
     runs = protocol.plan(comparison, subject_of(job))
 
@@ -146,8 +152,9 @@ def subject_of(job: Job) -> Subject:
 def _read_comparison(config: RunConfig, request: Request, job: Job) -> Comparison:
     """What the options ask for."""
     options = request.more
-    epochs = config.train.epochs
-    train = replace(config.train, warmup_epochs=min(1, epochs / 2), seed=0)
+    train = resolve_training(config.train)
+    epochs = train.epochs
+    train = replace(train, warmup_epochs=min(1, epochs / 2), seed=0)
     finetune_epochs = options["finetune_epochs"]
     if finetune_epochs is None:
         finetune_epochs = max(1, 2 * epochs // 3)

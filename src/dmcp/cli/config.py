@@ -125,11 +125,6 @@ def with_options(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
             changes[""]["budgets"] = tuple(value) if several else ()
         for section, field_name in option.fields:
             changes.setdefault(section, {})[field_name] = _read_value(option, value)
-    # The rates at the ends of the schedules keep their share of the rate that was typed.
-    if "search_lr" in typed:
-        changes["search"]["min_lr"] = typed["search_lr"] / 10
-    if "lr" in typed:
-        changes["train"]["warmup_lr"] = typed["lr"] * config.train.warmup_lr / config.train.lr
 
     config = replace(config, **changes.pop(""))
     for section, values in changes.items():
@@ -208,8 +203,7 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
         command=command,
         retrain=retrain,
         teacher=AUTO if learns else "",
-        search=None if command == "train" else settings.default_search("50%", trained),
-        train=settings.default_training(retrain, trained),
+        search=None if command == "train" else settings.SearchConfig(budget="50%"),
     )
 
 
@@ -228,37 +222,40 @@ def _of_recipe(command: str, typed: Mapping[str, Any], trained: bool) -> RunConf
 def settle(
     config: RunConfig, typed: Mapping[str, Any], images: int, macs: int, trained: bool
 ) -> tuple[RunConfig, dict[str, str]]:
-    """Choose the settings that nobody typed for the network and its data; and say why, by option."""
+    """Choose the settings that nobody typed for the network and its data; and say why, by option.
+
+    Those that a recipe leaves out are not chosen: a recipe is the same for all networks and data.
+    """
     if config.recipe:
-        return config, {}
+        search = None if config.search is None else settings.resolve_search(config.search)
+        return replace(config, search=search, train=settings.resolve_training(config.train)), {}
+
     batch, why_batch = settings.default_batch(images, macs)
     batch = typed.get("batch", batch)
-    train_batch = typed.get("train_batch") or batch
-    steps_per_epoch = -(-images // max(1, train_batch))
-    chosen = settings.defaults(
-        "50%",
+    chosen = settings.resolve(
+        config.search or settings.SearchConfig(budget="50%"),
+        config.train,
         config.retrain,
         trained=trained,
         images=images,
         batch=batch,
-        steps=typed.get("epochs", 0) * steps_per_epoch,
+        train_batch=typed.get("train_batch"),
     )
-
     searches = config.search is not None and config.method == "dmcp"
     reasons = {}
-    for name, (value, why) in {"batch": (batch, why_batch), **chosen.why}.items():
+    for name, reason in {"batch": f"{batch}: {why_batch}", **chosen.reasons}.items():
         sections = {section for section, _ in SETTINGS_OPTIONS[name].fields}
         used = name == "batch" or (searches and "search" in sections)
         used |= config.retrain is not Retrain.NONE and "train" in sections
         if used and name not in typed:
-            reasons[name] = f"{value}: {why}"
+            reasons[name] = reason
 
     config = replace(config, batch=batch, train=chosen.train)
     if config.search is not None:
         config = replace(config, search=chosen.search)
-    few_images = searches and "search_epochs" not in typed
-    config = replace(config, search_images=chosen.search_images if few_images else 0)
-    return with_options(config, typed), reasons
+    if searches and "search_images" not in typed:
+        config = replace(config, search_images=chosen.search_images)
+    return config, reasons
 
 
 # the settings of a run that is there already

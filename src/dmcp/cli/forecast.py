@@ -56,8 +56,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
     config = job.config
     graph = job.graph
     device = device_of(job.model)
-    assert config.search is not None
-    low, high = reachable(graph, config.search)
+    low, high = reachable(graph, job.search)
     budgets = parse_budgets(job.budgets, graph, low, high)
 
     images = measured_batch(config.batch, job.data.shape, device)
@@ -158,8 +157,7 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
     """
     config = job.config
     graph = job.graph
-    search = config.search
-    assert search is not None
+    search = job.search
     loader = with_batch_size(job.loaders.search, images)
     batches = list(itertools.islice(loader, _STEPS))
     silent = Runtime(progress=False)
@@ -178,7 +176,7 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
         return scale * max(0.0, times[2] - times[1]) / (2 * len(batches) - 1)
 
     def train_unpruned(part: list[Any]) -> None:
-        one_epoch = replace(config.train, epochs=1, warmup_epochs=0)
+        one_epoch = replace(job.train, epochs=1, warmup_epochs=0)
         run_training(cut(job.model, graph, graph.full), part, one_epoch, runtime=silent)
 
     def search_both_stages(part: list[Any]) -> None:
@@ -202,7 +200,6 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
 def _planned(job: Job, budgets: Mapping[str, Budget]) -> PruneJob:
     """What `prune` would do, as far as it is known before anything has run."""
     config = job.config
-    assert config.search is not None
     teacher = job.chosen_teacher
     if teacher == AUTO:
         teacher = None
@@ -219,7 +216,7 @@ def _planned(job: Job, budgets: Mapping[str, Budget]) -> PruneJob:
         budgets=budgets,
         baselines=frozenset(baselines - {config.method}),
         method=config.method,
-        search=config.search,
-        retraining=Retraining(config=config.train, kind=config.retrain, teacher=teacher),
+        search=job.search,
+        retraining=Retraining(config=job.train, kind=config.retrain, teacher=teacher),
         loaders=job.loaders,
     )

@@ -33,7 +33,17 @@ from dmcp.runtime.checkpoint import digest
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
 from dmcp.runtime.progress import phase
-from dmcp.settings import AUTO, UNPRUNED, Corrupt, LatencyConfig, RuntimeKind
+from dmcp.settings import (
+    AUTO,
+    UNPRUNED,
+    Corrupt,
+    LatencyConfig,
+    ResolvedSearchConfig,
+    ResolvedTrainConfig,
+    RuntimeKind,
+    resolve_search,
+    resolve_training,
+)
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import kept_modes
 from dmcp.tracing.trace import trace
@@ -68,6 +78,17 @@ class Job:
         """The budgets as they were typed, one at least."""
         assert self.config.search is not None
         return self.config.budgets or (self.config.search.budget,)
+
+    @property
+    def search(self) -> ResolvedSearchConfig:
+        """The settings of the search."""
+        assert self.config.search is not None
+        return resolve_search(self.config.search)
+
+    @property
+    def train(self) -> ResolvedTrainConfig:
+        """The settings of the final training."""
+        return resolve_training(self.config.train)
 
     @property
     def chosen_teacher(self) -> nn.Module | str | None:

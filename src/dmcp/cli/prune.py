@@ -42,7 +42,6 @@ def prune(config: RunConfig, request: Request) -> None:
     with session(config, request, lambda job: with_checked_budgets(job, request.resume)) as begun:
         job = begun.job
         config = job.config
-        assert config.search is not None
         baselines = set()
         if config.baselines:
             baselines = {UNPRUNED, UNIFORM}
@@ -54,8 +53,8 @@ def prune(config: RunConfig, request: Request) -> None:
             job.test,
             config.budgets or None,
             method=config.method,
-            search=config.search,
-            train=config.train,
+            search=job.search,
+            train=job.train,
             retrain=config.retrain,
             teacher=job.chosen_teacher,
             baselines=baselines,
@@ -120,7 +119,7 @@ def train(config: RunConfig, request: Request) -> None:
         if config.widths:
             name = DMCP
             widths = read_widths(Path(config.widths), graph)
-        retraining = Retraining(config=config.train, kind=config.retrain, teacher=job.chosen_teacher)
+        retraining = Retraining(config=job.train, kind=config.retrain, teacher=job.chosen_teacher)
 
         # Rows of networks that are trained already: the model as given, and another network that teaches.
         other_teacher = None

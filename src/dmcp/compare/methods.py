@@ -32,7 +32,16 @@ from dmcp.searching.sampling import random_widths
 from dmcp.searching.search import SEARCH, search
 from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Sampling, SearchConfig, TrainConfig, setting
+from dmcp.settings import (
+    ResolvedSearchConfig,
+    ResolvedTrainConfig,
+    Sampling,
+    SearchConfig,
+    TrainConfig,
+    resolve_search,
+    resolve_training,
+    setting,
+)
 from dmcp.training.losses import classification_loss
 
 _RANDOM = 7  # tells these random numbers from others of the same seed
@@ -72,16 +81,14 @@ class DmcpConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.search_config(TrainConfig(), 1, budget="50%")
+        self.search_config(resolve_training(TrainConfig()), 1, budget="50%")
 
-    def search_config(self, recipe: TrainConfig, batch: int, **settings: Any) -> SearchConfig:
+    def search_config(self, recipe: ResolvedTrainConfig, batch: int, **settings: Any) -> ResolvedSearchConfig:
         """The settings of the search. Its learning rates follow from those of a training; `more` has the last word."""
         reference_batch = 1024 if recipe.reference_batch else batch  # else rates are never scaled
         recipe_batch = recipe.reference_batch or reference_batch
-        lr = self.lr_share * recipe.lr * reference_batch / recipe_batch
         settings |= {
-            "lr": lr,
-            "min_lr": lr / 10,
+            "lr": self.lr_share * recipe.lr * reference_batch / recipe_batch,
             "reference_batch": reference_batch,
             "weight_decay": recipe.weight_decay,
             "label_smoothing": recipe.label_smoothing,
@@ -89,7 +96,7 @@ class DmcpConfig(MethodConfig):
             "groups": self.groups,
         }
         settings |= self.more
-        return SearchConfig(**settings)
+        return resolve_search(SearchConfig(**settings))
 
 
 def find_dmcp(problem: Problem, config: DmcpConfig) -> Choice:

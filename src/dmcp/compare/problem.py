@@ -20,7 +20,7 @@ from dmcp.runtime.engine import ResolvedEngine, resolve
 from dmcp.searching.budget import check_reachable, spent_shares
 from dmcp.searching.rounding import FILLED, TOLERANCE, AllowedWidths, round_to_budget
 from dmcp.searching.sampling import uniform
-from dmcp.settings import Engine, TrainConfig, check
+from dmcp.settings import Engine, ResolvedTrainConfig, check
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.modules import kept_modes, modules_of, narrow, unwrap
 from dmcp.tracing.widths import Widths
@@ -46,7 +46,7 @@ class Problem:
     loader: Loader  # batches to train on
     held_out: Loader  # batches of other samples to choose by, in a random order that is always the same
     budget: Budget
-    recipe: TrainConfig  # how networks are trained; a method that trains takes its settings from it
+    recipe: ResolvedTrainConfig  # how networks are trained; a method that trains takes its settings from it
     min_widths: Widths
     max_widths: Widths | None = None  # None: the full widths
     align: int | None = None  # widths are multiples of this

@@ -29,7 +29,7 @@ from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Retrain, SearchConfig, TrainConfig
+from dmcp.settings import ResolvedTrainConfig, Retrain, SearchConfig, resolve_training
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
 from dmcp.training.loop import Runtime
@@ -114,7 +114,7 @@ def problem_of(
     subject: Subject,
     budget: str,
     *,
-    recipe: TrainConfig | None = None,
+    recipe: ResolvedTrainConfig | None = None,
     loader: Loader | None = None,
     held_out: Loader | None = None,
     seed: int = 0,
@@ -140,7 +140,7 @@ def problem_of(
         loader=loader or subject.loader,
         held_out=held_out or subject.test,
         budget=parse_budget(budget or graph.macs(max_widths or graph.full), graph),
-        recipe=recipe or protocol.config.train,
+        recipe=recipe or resolve_training(protocol.config.train),
         min_widths=min_widths,
         max_widths=max_widths,
         align=search.align,
@@ -184,12 +184,12 @@ class PlannedRun:
         return training
 
     @property
-    def recipe(self) -> TrainConfig:
+    def recipe(self) -> ResolvedTrainConfig:
         """How it trains from scratch."""
-        return replace(self.protocol.config.train, seed=self.seed)
+        return replace(resolve_training(self.protocol.config.train), seed=self.seed)
 
     @property
-    def tuning(self) -> TrainConfig:
+    def tuning(self) -> ResolvedTrainConfig:
         """How it fine-tunes: gently, unless the method takes the whole recipe."""
         recipe = self.recipe
         if find_method(self.method).full:

@@ -231,7 +231,7 @@ _PAPER = (  # table 6: network, MACs, how it is trained; its top-1 accuracy in %
 
 
 def _recipe(network: Mapping[str, Any], macs: str, retrain: Retrain) -> RunConfig:
-    """One row by section 4.1, the decay by the authors' code; the defaults of all else are the paper's."""
+    """One row by section 4.1, the decay by the authors' code; all else is as for a network that is not trained."""
     millions = round(float(macs[:-1]) * {"M": 1, "G": 1000}[macs[-1]])
     name = f"imagenet_{network['model']}_{millions}m"
     if retrain is Retrain.SLIMMABLE:

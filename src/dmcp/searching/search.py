@@ -29,7 +29,7 @@ from dmcp.searching.records import SearchResult, UnreadStep, missed_budget
 from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, make_chains, sort_channels
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Engine, Init, Precision, Sampling, SearchConfig
+from dmcp.settings import Engine, Init, Precision, ResolvedSearchConfig, Sampling, SearchConfig, resolve_search
 from dmcp.tracing.modules import modules_of, without_autocast
 from dmcp.training.loop import Log, Runtime, Task, check_trainable, resume
 from dmcp.training.losses import classification_loss, warn, warn_of_distillation
@@ -59,7 +59,12 @@ def search(
 
     With `arch_loader`, the alphas are trained on its batches instead. The same supernet, data, settings and device give
     bit-identical results; the random state of torch is left unchanged.
+
+    Settings that you leave out are those for a network that is not trained, mostly the paper's: unlike `prune`, a
+    search has no test images to see whether the model is trained. For a trained model, set at least warmup=0, sort=True
+    and a small lr, or let `prune` choose.
     """
+    config = resolve_search(config)
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
     world = current()
@@ -112,6 +117,9 @@ class Searcher:
     Either call `step(batch)` for a whole step; or minimize `weight_loss(batch)` and, after the warm-up,
     `arch_loss(batch)` with your own optimizers of `net.weights()` and `net.alphas()`. `result()` returns the alphas at
     any time.
+
+    Your own optimizers have their own learning rates, momentum and weight decay: those of the settings, such as lr and
+    alpha_lr, are for `step`. Settings that you leave out are those of `search`.
     """
 
     @checked
@@ -126,6 +134,7 @@ class Searcher:
     ) -> None:
         if steps_per_epoch < 1:
             raise TrainingError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}: is the loader empty?")
+        config = resolve_search(config)
         trains_weights = config.warmup_epochs > 0 or config.train_weights
         if trains_weights or not torch.is_grad_enabled():
             check_trainable(net.model)
@@ -319,7 +328,7 @@ def prepare_chains(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]
 
 
 @torch.no_grad()
-def _start(net: Supernet, chains: Chains, budget: Budget, config: SearchConfig) -> None:
+def _start(net: Supernet, chains: Chains, budget: Budget, config: ResolvedSearchConfig) -> None:
     """Sort the channels and set the alphas."""
     net.train()
     if config.sort:

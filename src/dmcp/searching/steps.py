@@ -22,7 +22,7 @@ from dmcp.searching.records import ArchRecord
 from dmcp.searching.stem import find_stem
 from dmcp.searching.subnets import Chains, sample_gates
 from dmcp.searching.supernet import Narrow, Supernet
-from dmcp.settings import Precision, Sampling, SearchConfig
+from dmcp.settings import Precision, ResolvedSearchConfig, Sampling
 from dmcp.tracing.folds import run_folded
 from dmcp.tracing.modules import modules_of, tensors_in
 from dmcp.training.losses import Loss, distillation_loss, loss_of
@@ -40,7 +40,7 @@ class StepContext:
     net: Supernet
     chains: Chains
     budget: Budget
-    config: SearchConfig
+    config: ResolvedSearchConfig
     loss: Loss
     precision: Precision = Precision.FLOAT32
     world: World = SINGLE_PROCESS

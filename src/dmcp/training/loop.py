@@ -21,7 +21,7 @@ from dmcp.runtime.checkpoint import DONE, Checkpointer, ResumableIterator, State
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine, resolve, suits_kernels
 from dmcp.runtime.progress import Update, each, overdue, phase, show_nothing, shown
-from dmcp.settings import Engine, TrainConfig
+from dmcp.settings import Engine, TrainConfig, resolve_training
 from dmcp.tracing.modules import call_model, kept_modes, tensors_in, without_autocast
 from dmcp.training import losses
 from dmcp.training.calibration import Forward
@@ -133,8 +133,10 @@ def train(
     If a loss or weight is not finite, training stops with a TrainingError that says where, and the model is restored to
     its state when the losses were last read. The learning rate of each step follows from the config; ratios between
     the groups of an optimizer are kept. `teacher` is a trained network to learn from besides the labels. `after_epoch`
-    is called with the number of each epoch at its end, and may change weights in place.
+    is called with the number of each epoch at its end, and may change weights in place. Settings that you leave out
+    are the paper's.
     """
+    config = resolve_training(config)
     check_trainable(model)
     _check_teacher_is_separate(model, teacher)
     if not length_of(loader):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.errors import TrainingError
-from dmcp.settings import TrainConfig
+from dmcp.settings import ResolvedTrainConfig
 from dmcp.tracing.modules import modules_of
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # parameter groups -> optimizer
@@ -90,7 +90,7 @@ def cosine(step: int, total: int, start: float, end: float, warmup: float = 0, w
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
-def learning_rate(step: int, steps: int, batch_size: int, config: TrainConfig) -> float:
+def learning_rate(step: int, steps: int, batch_size: int, config: ResolvedTrainConfig) -> float:
     """Learning rate of a training step: warm-up and cosine, scaled by the size of the batch."""
     scale = 1.0
     if config.reference_batch:
