@@ -138,7 +138,7 @@ def nan() -> nn.Module:
             Toy(lambda m, x: x.matrix_exp()), "net.onnx", dmcp.TraceError, "No .*matrix_exp", marks=needs_onnx
         ),
         (nan(), "net.pt2", dmcp.FileError, "not written"),
-        (nn.Conv2d(1, 2, 3), "net.pt", dmcp.FileError, "suffix"),
+        (nn.Conv2d(1, 2, 3), "net.pt", dmcp.FileError, "must end in"),
         (nn.Conv2d(1, 2, 3), "none/net.pt2", dmcp.FileError, "none"),
     ],
 )
