@@ -141,13 +141,23 @@ def test_what_cannot_be_trained() -> None:
 
 @pytest.mark.parametrize("change", [
     {"epochs": 0}, {"epochs": 1.5}, {"lr": math.nan}, {"reference_batch": 0}, {"momentum": 1.0}, {"seed": -1},
-    {"kd_temperature": 0.009}, {"sampling": "some"}, {"tolerance": 1.0}, {"warmup": 1.0},
+    {"kd_temperature": 0.009}, {"sampling": "some"}, {"tolerance": 1.0}, {"tolerance": 0.0}, {"warmup": 1.0},
+    {"lr": -0.1},
 ])  # fmt: skip
 def test_impossible_settings(change: dict[str, Any]) -> None:
     (name,) = change
     config: Any = TrainConfig if hasattr(TrainConfig, name) else partial(SearchConfig, budget="50%")
     with pytest.raises(TrainingError, match=name):
         config(**change)
+
+
+def test_a_limit_that_is_itself_refused_is_named() -> None:
+    assert TrainConfig(lr=1e-300).lr == 1e-300
+    for value in (0, 0.0, -1.0):
+        with pytest.raises(TrainingError, match=r"above 0, not"):
+            TrainConfig(lr=value)
+    with pytest.raises(TrainingError, match=r"above 0 and below 1, not"):
+        SearchConfig(budget="50%", tolerance=0.0)
 
 
 # the test

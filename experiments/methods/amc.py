@@ -41,10 +41,10 @@ class DdpgConfig(MethodConfig):
     """How the agent learns; the defaults are those of the two papers."""
 
     hidden: int = setting(300, "Number of units in each of the two hidden layers of actor and critic.", 1)
-    actor_lr: float = setting(1e-4, "Learning rate of Adam for the actor.", 1e-300)
-    critic_lr: float = setting(1e-3, "Learning rate of Adam for the critic.", 1e-300)
+    actor_lr: float = setting(1e-4, "Learning rate of Adam for the actor.", above=0)
+    critic_lr: float = setting(1e-3, "Learning rate of Adam for the critic.", above=0)
     soft: float = setting(
-        0.01, "Share of the learned networks that is mixed into the slow ones at each update.", 1e-300, 1
+        0.01, "Share of the learned networks that is mixed into the slow ones at each update.", high=1, above=0
     )
     discount: float = setting(1.0, "Discount factor for the value of the next step.", 0, 1)
     memory: int = setting(2000, "Number of steps kept in the replay memory.", 1)
@@ -150,8 +150,8 @@ class AmcConfig(MethodConfig):
 
     warmup: int = setting(100, "Number of episodes with constant noise at the start, in which nothing is learned.", 0)
     episodes: int = setting(300, "Number of episodes after the warm-up, with decreasing noise.", 1)
-    noise: float = setting(0.5, "Standard deviation of the actions in the warm-up.", 1e-300)
-    last_noise: float = setting(0.01, "Standard deviation of the actions in the last episode.", 1e-300)
+    noise: float = setting(0.5, "Standard deviation of the actions in the warm-up.", above=0)
+    last_noise: float = setting(0.01, "Standard deviation of the actions in the last episode.", above=0)
     batches: int | None = setting(None, "Number of held-out batches used to judge widths. None: all of them.", 1)
     agent: DdpgConfig = field(default_factory=DdpgConfig, metadata={"help": "How it learns."})
 

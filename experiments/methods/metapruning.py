@@ -187,7 +187,7 @@ class MetaPruningConfig(MethodConfig):
     population: int = setting(50, "Number of networks judged in each generation.", 1)
     generations: int = setting(20, "Number of generations, including the first, random one.", 1)
     parents: int = setting(10, "Number of best networks so far from which the next generation is bred.", 1)
-    mutation: float = setting(0.1, "Probability that a width of a mutated network is resampled.", 1e-300, 1)
+    mutation: float = setting(0.1, "Probability that a width of a mutated network is resampled.", high=1, above=0)
     crossed: float = setting(
         0.5, "Share of a generation that combines the widths of two parents; the others are mutated.", 0, 1
     )

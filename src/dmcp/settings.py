@@ -111,8 +111,9 @@ class Setting:
     optional: bool  # whether None is allowed
     default: Any  # MISSING if it must be given
     help: str = ""
-    low: float = -math.inf  # low <= value <= high, and value < below
+    low: float = -math.inf  # low <= value <= high
     high: float = math.inf
+    above: float = -math.inf  # above < value < below
     below: float = math.inf
     option: str | None = ""  # its name on the command line: "" is the field's own, None makes no option
     group: str = ""  # its heading in the help; "" is that of the settings it belongs to
@@ -200,9 +201,12 @@ def _expected_number(described: Setting, value: Any) -> str:
     else:
         expected, largest = "a number", _MAX_FLOAT
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and described.low <= value <= min(described.high, largest) and value < described.below:
+    is_allowed = is_number and described.low <= value <= min(described.high, largest)
+    if is_allowed and described.above < value < described.below:
         return ""
-    if described.low > -math.inf:
+    if described.above > -math.inf:
+        expected += f" above {described.above}"
+    elif described.low > -math.inf:
         expected += f" of at least {described.low}"
     if described.below < math.inf:
         expected += f" and below {described.below}"
@@ -240,7 +244,7 @@ class SearchConfig:
     tolerance: float = setting(
         0.95,
         "Share of the budget below which the expected cost is pushed up (gamma of eq. 13).",
-        1e-9,
+        above=0,
         below=1,
         option=None,
     )
@@ -380,7 +384,7 @@ class TrainConfig:
     lr: float | None = setting(
         None,
         "Peak learning rate for a batch of 2048, scaled linearly for other sizes.",
-        1e-300,
+        above=0,
         commands=_COMPARED,
         shown=AUTOMATIC,
     )

@@ -72,7 +72,7 @@ class DmcpConfig(MethodConfig):
     epochs: int = setting(30, "Number of epochs of the search, including the warm-up.", 1)
     groups: int = setting(10, "Number of channel groups in each space.", 1)
     lr_share: float = setting(
-        0.5, "Learning rate as a share of that of the recipe, because a step sums several gradients.", 1e-300
+        0.5, "Learning rate as a share of that of the recipe, because a step sums several gradients.", above=0
     )
     more: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "Further settings of SearchConfig, by name."}
@@ -140,7 +140,7 @@ class AutoSlimConfig(MethodConfig):
     subnets: int = setting(2, "Random sub-networks in each step, besides the largest and the smallest.", 0)
     distill: bool = setting(True, "Distill the sub-networks from the largest one instead of using the labels.")
     lr_share: float = setting(
-        0.5, "Learning rate as a share of that of the recipe, because a step sums several gradients.", 1e-300
+        0.5, "Learning rate as a share of that of the recipe, because a step sums several gradients.", above=0
     )
     batches: int = setting(4, "Number of held-out batches on which each trial is run.", 1)
     at_once: int = setting(1, "Number of spaces narrowed in one step; more is faster for networks with many spaces.", 1)
