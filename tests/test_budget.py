@@ -61,6 +61,13 @@ def test_latency_needs_a_measured_table() -> None:
 # reachability
 
 
+def test_the_json_of_a_graph_has_every_kind_that_is_counted() -> None:
+    graph, _ = traced()
+    facts = graph.to_json()
+    counted = costs(graph, graph.full)
+    assert {kind: facts[kind] for kind in counted} == counted
+
+
 def test_unreachable_budgets_name_the_range() -> None:
     graph, net = traced()
     low, full = costs(graph, net.min_widths), costs(graph, graph.full)

@@ -93,6 +93,15 @@ def test_what_is_no_budget_is_refused() -> None:
             SearchConfig(budget=spec)  # type: ignore[arg-type]
 
 
+def test_a_kind_that_does_not_exist_is_named_with_those_that_do() -> None:
+    for spec in ("channel:50%", "50%,watts:5"):
+        with pytest.raises(BudgetError) as caught:
+            read_budget(spec)
+        message = str(caught.value)
+        assert all(kind in message for kind in KINDS)
+        assert spec.rpartition(",")[2].partition(":")[0] in message
+
+
 def test_budgets_of_latency_are_told_apart() -> None:
     for spec in ("8ms", "14s", "900 us", "50%,8ms", "latency:50%,params:2M"):
         assert limits_latency(spec), spec

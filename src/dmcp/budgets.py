@@ -29,7 +29,7 @@ COUNT = Unit(_COUNTS, lambda count: f"{count:,.0f}")
 BYTES = Unit(_COUNTS | _BYTES, show_bytes)
 TIME = Unit(_TIMES, lambda femtoseconds: show_ms(femtoseconds / FS_PER_MS))
 
-# A new kind of cost is a line in each of these tables, and a polynomial in ChannelGraph.
+# A new kind of cost is an entry in each of these tables, an example in _HELP, and a polynomial in ChannelGraph.
 UNITS = {MACS: COUNT, PARAMS: COUNT, MEMORY: BYTES, TRAFFIC: BYTES, LATENCY: TIME}
 NAMES = {MACS: "MACs", PARAMS: "parameters", MEMORY: "memory", TRAFFIC: "traffic", LATENCY: "time"}  # in reports
 KINDS = tuple(UNITS)
@@ -118,7 +118,7 @@ def read_budget(spec: object) -> WrittenBudget:
 
 
 def _read_target(part: str) -> Target | None:
-    """Read one part of a text, such as "params:2m"; None if it is no target."""
+    """Read one part of a text, such as "params:2m"; None if it is no target, BudgetError for an unknown kind."""
     match = _PART.fullmatch(part)
     if match is None:
         return None
@@ -126,7 +126,7 @@ def _read_target(part: str) -> Target | None:
     number = Fraction(match["number"])
     kind = match["kind"] or (LATENCY if unit in _TIMES else MACS)
     if kind not in KINDS:
-        return None
+        raise BudgetError(f"A budget cannot limit {kind!r}, only {', '.join(KINDS)}: {_HELP}.")
 
     if unit == "%":
         target = Target(kind, number / 100, is_share=True)

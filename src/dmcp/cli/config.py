@@ -55,8 +55,8 @@ class ComparisonOptions:
 
     budget: tuple[str, ...] = setting(
         (),
-        "Limit on the cost of each pruned network: 50% of the MACs, 211M (MACs), params:2M or memory:256kB. Repeat the "
-        "option to compare at several budgets.",
+        "Limit on the cost of each pruned network: 50% of the MACs, 211M (MACs), params:2M, memory:256kB or "
+        "traffic:50%. Repeat the option to compare at several budgets.",
         shown="50%",
     )
     methods: str = setting("all", "Methods, separated by commas: names or package.module:NAME, or all.")

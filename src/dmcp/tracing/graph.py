@@ -340,12 +340,10 @@ class ChannelGraph:
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain data."""
-        return {
-            "macs": self.macs(),
-            "params": self.params(),
-            "memory": self.memory(),
+        counted_kinds = [kind for kind in self._polynomials if kind not in self.extra]
+        costs = {kind: self.cost(kind) for kind in counted_kinds}
+        return costs | {
             "memory_at": self.memory_at(),
-            "traffic": self.traffic(),
             "prunable_share": self.prunable_share,
             "input_shape": self.input_shape,
             "fingerprint": self.fingerprint,
