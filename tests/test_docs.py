@@ -18,7 +18,9 @@ import typer.main
 from torchvision.models import resnet18
 
 import dmcp
+from dmcp.budgets import KINDS, read_budget
 from dmcp.cli.main import app
+from dmcp.compare.methods import METHODS
 from dmcp.data.datasets import load, preprocessing
 from dmcp.data.loaders import make_loader
 
@@ -62,10 +64,6 @@ def check_getting_started(names: dict[str, Any]) -> None:
 
 def check_api(names: dict[str, Any]) -> None:
     assert isinstance(names["again"], names["Net"])
-    section = PAGES["api.md"].partition("\n## prune")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` ", section, re.MULTILINE) == list(inspect.signature(dmcp.prune).parameters)
-    named = "\n".join(PAGES[name] for name in OURS)
-    assert [name for name in dmcp.__all__ if not re.search(rf"\b{name}\b", named)] == []
 
 
 def check_cookbook(names: dict[str, Any]) -> None:
@@ -136,6 +134,33 @@ def test_commands_and_options_exist(page: str, line: str) -> None:
         return
     known = {name for param in COMMANDS[command].params for name in (*param.opts, *param.secondary_opts)}
     assert {word for word in words if word.startswith("--")} - {"--help"} <= known
+
+
+def first_cells(page: str, heading: str) -> list[str]:
+    """The first column of the tables below a heading, without titles and without marks of code."""
+    section = PAGES[page].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| ([^|]*[^|-]) \|", section, re.MULTILINE)
+    return [cell.strip("`") for cell in cells[1:]]
+
+
+def test_every_argument_of_prune_is_listed() -> None:
+    assert first_cells("api.md", "prune") == list(inspect.signature(dmcp.prune).parameters)
+
+
+def test_every_public_name_is_on_a_page() -> None:
+    named = "\n".join(PAGES[name] for name in OURS)
+    assert [name for name in dmcp.__all__ if not re.search(rf"\b{name}\b", named)] == []
+
+
+def test_every_method_of_compare_is_listed() -> None:
+    listed = ", ".join(first_cells("comparing.md", "The methods")).split(", ")
+    assert listed == list(METHODS)
+
+
+def test_every_kind_of_budget_is_listed() -> None:
+    section = PAGES["cookbook.md"].partition("\n## Costs\n")[2].partition("\n## ")[0]
+    limited = {kind for spec in re.findall(r"--budget ([\w%:.,]+)", section) for kind in read_budget(spec).kinds}
+    assert limited == set(KINDS)
 
 
 def test_exit_codes_are_those_of_the_help() -> None:
