@@ -1,7 +1,8 @@
 """The methods that `dmcp compare` knows, by name; uniform, random, dmcp and autoslim themselves.
 
-A method is a function find(problem, config, state) that returns a Choice; problem.py says what it gets. To add one,
-write it and give it a line in METHODS; to try one, leave it where it is and call it package.module:NAME.
+A method is a function find(problem, config) that returns a Choice; problem.py says what it gets. One that starts from
+trained weights is called with their state dict, too: find(problem, config, state). To add a method, write it (rankings
+are in ranking.py) and give it a line in METHODS; to try one, leave it where it is and call it package.module:NAME.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dmcp.budgets import Budget
-from dmcp.compare.magnitude import L1Config, SlimmingConfig, find_l1, find_slimming, prepare_slimming
 from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, held_out_batches, loaded, samples_of
+from dmcp.compare.ranking import L1Config, SlimmingConfig, find_l1, find_slimming, prepare_slimming
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.exporting.export import blaming
 from dmcp.models import imported

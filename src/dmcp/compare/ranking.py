@@ -1,8 +1,8 @@
-"""Methods that rank channels: norms and network slimming."""
+"""Methods that rank channels: norms and network slimming. A new ranking is a score for `keep_strongest`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,25 @@ from dmcp.runtime.distributed import current
 from dmcp.searching.importance import ChannelRows, find_scales, magnitude, numbers_of_channels, strongest
 from dmcp.settings import Engine, setting
 from dmcp.tracing.modules import narrow
+from dmcp.tracing.widths import ChannelSpace
 from dmcp.training.loop import train
 from dmcp.training.losses import Loss, classification_loss
+
+# one ratio, and the strongest channels
+
+
+Score = Callable[[nn.Module, ChannelSpace], Tensor | None]  # of each channel of a space, (size,); None: there is none
+
+
+def keep_strongest(problem: Problem, state: Mapping[str, Tensor] | None, score: Score) -> Choice:
+    """Keep the channels with the largest scores, the same share of every space; without a state, the model's own."""
+    model = loaded(problem, state)
+    widths = problem.uniform()
+    kept = {}
+    for space in problem.graph.spaces:
+        kept[space.name] = strongest(score(model, space), widths[space.name])
+    return Choice(widths=widths, kept=kept, model=model)
+
 
 # L1
 
@@ -30,14 +47,12 @@ class L1Config(MethodConfig):
 
 
 def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Keep the channels with the largest filters, the same share of every space; without a state the model's own."""
-    model = loaded(problem, state)
-    widths = problem.uniform()
-    kept = {}
-    for space in problem.graph.spaces:
-        norms = magnitude(model, problem.graph, space, config.power)
-        kept[space.name] = strongest(norms, widths[space.name])
-    return Choice(widths=widths, kept=kept, model=model)
+    """Keep the channels with the largest filters, the same share of every space."""
+
+    def norms(model: nn.Module, space: ChannelSpace) -> Tensor | None:
+        return magnitude(model, problem.graph, space, config.power)
+
+    return keep_strongest(problem, state, norms)
 
 
 # network slimming
