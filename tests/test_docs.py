@@ -25,7 +25,8 @@ from dmcp.data.datasets import load, preprocessing
 from dmcp.data.loaders import make_loader
 
 ROOT = Path(__file__).parents[1]
-PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = {path.name: path.read_text() for path in FILES}
 OURS = [name for name in PAGES if name != "zoo.md"]  # which is generated
 RUN = [name for name in OURS if "```python" in PAGES[name]]
 REFERENCES = sorted({it for name in OURS for it in re.findall(r"`([\w/]+\.py)::([\w.]+)`", PAGES[name])})
@@ -100,7 +101,7 @@ def test_files_exist() -> None:
 
 def test_links_lead_somewhere() -> None:
     for name in OURS:
-        folder = ROOT if name == "README.md" else ROOT / "docs"
+        folder = ROOT if (ROOT / name).exists() else ROOT / "docs"
         for file, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", PAGES[name]):
             path = folder / file if file else folder / name
             assert path.is_file(), (name, file)
