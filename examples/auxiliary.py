@@ -8,7 +8,6 @@ by output. The auxiliary head is cut with the rest, so the small network can be 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from dmcp.searching.sampling import expected, uniform
 from dmcp.searching.search import search
 from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.training.loop import Task, evaluate, train
-from dmcp.training.losses import DistillationWarning, top1
+from dmcp.training.losses import top1
 
 Batch = tuple[Tensor, Tensor]
 Scores = Tensor | tuple[Tensor, Tensor]  # of the main head; in train mode also of the auxiliary head
@@ -94,9 +93,7 @@ def run(images: int = 1024, search_epochs: int = 12, train_epochs: int = 10, bud
     net = dmcp.Supernet(model, graph)
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=64, alpha_lr=5.0)
     task = Task(loss=both_heads)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DistillationWarning)  # the outputs are class scores
-        result = search(net, loader, config, task=task)
+    result = search(net, loader, config, task=task)
     control = uniform(graph, parse_budget(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():

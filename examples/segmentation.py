@@ -9,7 +9,6 @@ These two functions are all that a search needs to know about the task.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,6 @@ from dmcp.searching.search import search
 from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.training.calibration import recalibrate
 from dmcp.training.loop import Task, evaluate, train
-from dmcp.training.losses import DistillationWarning
 
 Batch = tuple[Tensor, Tensor]
 PIXELS = 16
@@ -105,9 +103,7 @@ def run(pictures: int = 512, search_epochs: int = 12, train_epochs: int = 10, bu
     net = dmcp.Supernet(model, graph)
     config = SearchConfig(budget=budget, epochs=search_epochs, lr=0.1, min_lr=0.01, reference_batch=16, alpha_lr=5.0)
     task = Task(loss=pixel_loss)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DistillationWarning)  # the outputs are class scores
-        result = search(net, loader, config, task=task)
+    result = search(net, loader, config, task=task)
     control = uniform(graph, parse_budget(budget, graph))
     rows = []
     for name, widths in {"unpruned": graph.full, "uniform": control, "dmcp": expected(result)}.items():

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 RESOLVED = resolve(Engine(), CPU)
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::dmcp.training.losses.DistillationWarning"
+    "ignore::dmcp.training.distillation.DistillationWarning"
 )  # losses here only count and break
 
 

@@ -100,7 +100,7 @@ def test_settings_that_nobody_typed_follow_the_data() -> None:
         assert short.train.lr == lr  # 300 steps are not short
     sizes: dict[str, Any] = {"trained": False, "images": 9, "batch": 3}
     unset = (SearchConfig(budget="50%"), TrainConfig(), Retrain.FINETUNE)
-    assert [resolve(*unset, **sizes, own_loss=own).search.distill for own in (False, True)] == [True, False]
+    assert [resolve(*unset, **sizes, distills=known).search.distill for known in (True, False)] == [True, False]
     recipe = config(recipe="imagenet_resnet50_2200m")
     assert recipe.search
     resolved = replace(recipe, search=resolve_search(recipe.search), train=resolve_training(recipe.train))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import dmcp
 from dmcp.errors import DataError, TrainingError
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
-from dmcp.training.losses import check_metric, classification_loss, distillation_loss, score_by, scores_of, top1
+from dmcp.training.losses import check_metric, classification_loss, score_by, scores_of, top1
 
 # losses
 
@@ -32,24 +32,6 @@ def test_label_smoothing_knows_the_number_of_classes(classes: int) -> None:
     found = classification_loss(share)(output, (None, labels))
     torch.testing.assert_close(found, by_hand(classes))
     assert torch.allclose(found, by_hand(1000)) == (classes == 1000)
-
-
-def test_distillation_is_the_divergence_from_the_target() -> None:
-    own, target = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7)
-    right = F.kl_div(own.log_softmax(1), target.softmax(1), reduction="batchmean")
-    torch.testing.assert_close(distillation_loss(own, [target]), right)
-    torch.testing.assert_close(distillation_loss((own, {"aux": own}), [target, target]), 2 * right)
-    pixels = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)  # every pixel is a sample
-    flat = [part.movedim(1, -1).reshape(-1, 3) for part in pixels]
-    torch.testing.assert_close(distillation_loss(pixels[0], [pixels[1]]), distillation_loss(flat[0], [flat[1]]))
-    assert distillation_loss(own, [own]).item() == pytest.approx(0, abs=1e-6)
-    torch.testing.assert_close(distillation_loss(own, [target], 4.0), 16 * distillation_loss(own / 4, [target / 4]))
-    heats = (0.01, 1.0, 4.0, 100.0)
-    sizes = [torch.autograd.grad(distillation_loss(own, [target], heat), own)[0].norm() for heat in heats]
-    assert all(size.isfinite() and size > 1e-4 for size in sizes) and 0.5 * sizes[1] < sizes[2] < 2 * sizes[1]
-    for bad in ((own, own), own[:, :3], own[0], own[:, :1]):
-        with pytest.raises(TrainingError, match="same classes along dim 1"):
-            distillation_loss(bad, [target[:, :1] if getattr(bad, "shape", ()) == (5, 1) else target])
 
 
 # labels of the default loss and metric

@@ -17,7 +17,7 @@ from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.settings import SearchConfig
 from dmcp.training.preflight import check_classifier, check_forward
 
-pytestmark = pytest.mark.filterwarnings("ignore::dmcp.training.losses.DistillationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::dmcp.training.distillation.DistillationWarning")
 
 
 def changed(x: Any = lambda x: x, y: Any = lambda y: y) -> Noise:

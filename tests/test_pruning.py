@@ -27,7 +27,8 @@ from dmcp.runs.records import CUT, DMCP, ORIGINAL, UNIFORM, UNPRUNED, Row, Searc
 from dmcp.searching.budget import parse_budget
 from dmcp.settings import Init, Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training.losses import DistillationWarning, MetricWarning, classification_loss
+from dmcp.training.distillation import DistillationWarning
+from dmcp.training.losses import MetricWarning, classification_loss
 from dmcp.training.trained import LabelsWarning
 
 
@@ -89,13 +90,16 @@ def test_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(monkey
     assert next(it.record.lr for it in seen if it.stage == "search") <= 0.04  # small steps
     assert found.search and found.search.log[0].alpha_lr is not None  # no warm-up
     assert found.rows[2].accuracy > fresh.rows[1].accuracy
-    own = dmcp.Task(loss=classification_loss())
+    unclear = dmcp.Task(loss=one_against_all)
     distils = replace(short["search"], distill=True)
     with pytest.warns(DistillationWarning):
-        dmcp.prune(model, *loaders, **short | {"search": distils}, task=own)
-    found = dmcp.prune(model, *loaders, **short, task=own)  # which distills nothing, so that nothing is warned of
-    assert found.search_config and not found.search_config.distill
-    assert found.origin == "dmcp: fine-tuned from the weights of the search"
+        dmcp.prune(model, *loaders, **short | {"search": distils}, task=unclear)
+    for distill, learns in {None: False, "l2": True}.items():  # a teacher if the user says how to learn from it
+        found = dmcp.prune(model, *loaders, **short, task=replace(unclear, distill=distill))
+        assert found.search_config and not found.search_config.distill
+        assert (AS_IT_WAS in found.origin) == learns and "temperature" not in found.origin
+    found = dmcp.prune(model, *loaders, **short, task=dmcp.Task(loss=classification_loss()))  # clear
+    assert found.search_config and found.search_config.distill and AS_IT_WAS in found.origin
 
 
 def test_what_is_left_out_of_the_settings_is_chosen_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +191,13 @@ def test_a_metric_that_is_no_number_is_warned_of_once() -> None:
     assert len(found) == 1
 
 
-def test_an_own_loss_is_warned_of_distillation() -> None:
-    task = dmcp.Task(loss=classification_loss())
+def one_against_all(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Does not show what the outputs are."""
+    return (output.exp().sum(1).log() - output.gather(1, batch[1][:, None])[:, 0]).mean()
+
+
+def test_an_own_loss_that_shows_nothing_is_warned_of_distillation() -> None:
+    task = dmcp.Task(loss=one_against_all)
     quiet = replace(SEARCH, distill=False)
     cases: list[tuple[dict[str, Any], int]] = [
         ({}, 1),
@@ -210,6 +219,11 @@ def test_an_own_loss_is_warned_of_distillation() -> None:
             call()
         assert [it.category for it in found] == [DistillationWarning] * count
         assert all(it.filename == __file__ for it in found)  # where the user called, not a line of ours
+    for known in (replace(task, distill="classes"), dmcp.Task(loss=classification_loss())):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DistillationWarning)
+            dmcp.prune(model, Noise(), Noise(1), **usual | {"teacher": "unpruned", "task": known})
+            dmcp.train(copy.deepcopy(model), Noise(), TRAIN, task=known, teacher=model)
 
 
 def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

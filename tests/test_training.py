@@ -20,8 +20,9 @@ from dmcp.errors import DataError, TrainingError
 from dmcp.models import build
 from dmcp.settings import Engine, SearchConfig, TrainConfig, resolve_training
 from dmcp.training import loop as training
+from dmcp.training.distillation import distillation_loss
 from dmcp.training.loop import Runtime, Task, evaluate, train
-from dmcp.training.losses import classification_loss, distillation_loss
+from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import cosine, learning_rate
 
 SHORT = TrainConfig(epochs=1, lr=0.1, warmup_lr=0.02, reference_batch=None)

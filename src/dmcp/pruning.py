@@ -50,7 +50,16 @@ from dmcp.searching.sampling import expected, filled, uniform
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import sort_channels
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import AUTO, Engine, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, resolve_training
+from dmcp.settings import (
+    AUTO,
+    Distill,
+    Engine,
+    ResolvedSearchConfig,
+    Retrain,
+    SearchConfig,
+    TrainConfig,
+    resolve_training,
+)
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap, without_autocast
 from dmcp.tracing.trace import trace
@@ -98,7 +107,8 @@ def prune(
         as in the paper, starts from fresh weights; "slimmable" is the paper's DMCP*; "none" only calibrates BatchNorms.
     teacher: a trained network of any architecture with the same classes; all networks learn from it besides the
         labels. "unpruned" trains the unpruned network first and learns from that. "auto" uses the model itself if it
-        is trained, or else "unpruned"; with your own loss there is no teacher.
+        is trained, or else "unpruned"; with your own loss, only if it shows that the outputs are class scores, or if
+        you say with `distill=` of the task how to distill them.
     baselines: True also trains the unpruned network and a network of uniform widths at the same budget, in the same
         way. You can also list "unpruned", "uniform" and "original" (the model as given). Unless you give a list, the
         table of a trained model also has the model itself, and its pruned network right after the cut.
@@ -122,7 +132,8 @@ def prune(
         teacher=teacher,
         baselines=baselines,
     )
-    example, metric = preflight(
+    asked_to_distill = task.distill is not None
+    example, task = preflight(
         model,
         request.loaders.by_name,
         val_loader,
@@ -132,15 +143,14 @@ def prune(
         slimmable=request.retrain is Retrain.SLIMMABLE,
         tested=request.follows_training,
     )
-    task = replace(task, metric=metric)
     sample = first_two(example)
 
     # What can be pruned. From here on, what is cut is known to equal what was searched.
     graph = _traced(model, sample, graph, task)
 
     # Settings that the user left open follow the data, and whether the model is trained.
-    trained = request.follows_training and is_trained(model, classes_of(model, sample), val_loader, metric)
-    request = choose_teacher(request, model, sample, task, trained=trained)
+    trained = request.follows_training and is_trained(model, classes_of(model, sample), val_loader, task.metric)
+    request = choose_teacher(request, model, sample, task, trained=trained, asked=asked_to_distill)
     warn_of_teacher(request, model, sample, val_loader, task)
     settings, retraining, loaders = resolve_settings(request, example, task, trained=trained)
 
@@ -191,7 +201,8 @@ def prune(
     for text in unknown_scores(rows):
         warn(f"{text}.", MetricWarning)
     start = "the weights of the search" if job.searches else "the weights that it kept"
-    origin = describe_origin(retraining, describe_teacher(request.teacher, model), method, start)
+    distill = task.distillation or Distill.CLASSES
+    origin = describe_origin(retraining, describe_teacher(request.teacher, model), method, start, distill)
     return make_result(job, selection, trained_networks.networks, rows, origin)
 
 

@@ -17,8 +17,8 @@ from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.runtime.distributed import current
 from dmcp.settings import AUTO, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, has_choices_left, resolve
+from dmcp.training.distillation import is_of_classes, warn_of_distillation
 from dmcp.training.loop import Task
-from dmcp.training.losses import warn_of_distillation
 from dmcp.training.preflight import can_teach, classes_of
 
 Spec = int | float | str | Budget  # a budget as a user writes it
@@ -165,15 +165,20 @@ def _read_baselines(baselines: bool | Collection[str]) -> frozenset[str]:
 # what was left open
 
 
-def choose_teacher(request: PruneRequest, model: nn.Module, sample: Any, task: Task, *, trained: bool) -> PruneRequest:
+def choose_teacher(
+    request: PruneRequest, model: nn.Module, sample: Any, task: Task, *, trained: bool, asked: bool
+) -> PruneRequest:
     """The request with its teacher chosen, if it was left open: a trained model, else the unpruned network.
 
-    There is none with a loss of the user's own, nor where the network cannot learn from another one.
+    There is none where the network cannot learn from another one, nor for outputs that are not class scores, which gain
+    little from a teacher (REPORT.md, "denoiser").
+    asked: whether the user has said how to distill the outputs, so that any of them are.
     """
     if request.teacher != AUTO:
         return request
-    distills = task.loss is None and request.retrain in (Retrain.FINETUNE, Retrain.SCRATCH)
-    if not distills or not can_teach(model, sample):
+    has_use = request.retrain in (Retrain.FINETUNE, Retrain.SCRATCH)
+    distill = task.distillation
+    if distill is None or not has_use or not (asked or is_of_classes(distill)) or not can_teach(model, sample, distill):
         return replace(request, teacher=None)
     if not trained:
         return replace(request, teacher=UNPRUNED)
@@ -185,9 +190,10 @@ def warn_of_teacher(request: PruneRequest, model: nn.Module, sample: Any, val_lo
     teacher = request.other_teacher(model)
     if teacher is not None and task.metric is None:  # a metric of the user's own cannot tell
         warn_of_poor_teacher(teacher, classes_of(teacher, sample), val_loader)
-    if request.teacher is not None or request.retrain is Retrain.SLIMMABLE:
+    learns = request.teacher is not None or request.retrain is Retrain.SLIMMABLE
+    if learns and task.distillation is None:
         remedy = 'leave the teacher out, and take retrain="scratch" or "finetune"'
-        warn_of_distillation(task.loss, "The pruned network learns from another one's", remedy)
+        warn_of_distillation("The pruned network learns from another one's", remedy)
 
 
 def resolve_settings(
@@ -206,7 +212,7 @@ def resolve_settings(
         trained=trained,
         images=length_of(request.loaders.search) * batch,
         batch=batch,
-        own_loss=task.loss is not None,
+        distills=is_of_classes(task.distillation),
     )
     loaders = request.loaders
     if request.searches and settings.search_images:

@@ -18,13 +18,14 @@ from dmcp.runtime.batches import Loader, device_of, generator, length_of
 from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current, gather, share_tensors
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Engine, ResolvedTrainConfig, Retrain
+from dmcp.settings import Distill, Engine, ResolvedTrainConfig, Retrain
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.tracing.modules import kept_modes, modules_of, narrow, tensors_in, unwrap
+from dmcp.tracing.modules import kept_modes, modules_of, narrow, unwrap
 from dmcp.tracing.widths import Widths, fingerprint
 from dmcp.training.calibration import recalibrate
+from dmcp.training.distillation import Distillation, detached, distillation_loss, is_of_classes
 from dmcp.training.loop import Runtime, Task, train
-from dmcp.training.losses import classification_loss, distillation_loss, warn
+from dmcp.training.losses import classification_loss, warn
 from dmcp.training.trained import describe_guessing
 
 # Teachers, in words.
@@ -171,15 +172,21 @@ def _train_slimmable(
     """Slimmable training: in each step the largest network learns the task, and the pruned one learns from it."""
     reinitialize(net.model, generator=generator(config.seed))
     task_loss = task.loss or classification_loss(config.label_smoothing)
+    distill = task.distillation or Distill.CLASSES
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         largest, pruned = outputs
-        target = [tensor.detach() for tensor in tensors_in(largest)]
-        return task_loss(largest, batch) + distillation_loss(pruned, target)
+        return task_loss(largest, batch) + distillation_loss(pruned, detached(largest), kind=distill)
 
     engine = runtime.engine or Engine()
     # the training sees a loss of its own, but one that never asks the device for a number
-    if task.loss is None and task.optimizer is None and engine.graphs is None and current().size == 1:
+    if (
+        task.loss is None
+        and task.distill is None
+        and task.optimizer is None
+        and engine.graphs is None
+        and current().size == 1
+    ):
         engine = replace(engine, graphs=True)
     pair = _Pair(net, widths)
     steps = train(pair, loader, config, task=replace(task, loss=loss), runtime=replace(runtime, engine=engine))
@@ -201,7 +208,9 @@ class _Pair(nn.Module):
         return [self.net(kwargs or args, gates) for gates in self.gates]
 
 
-def describe_origin(retraining: Retraining, teacher: str, name: str, start: str) -> str:
+def describe_origin(
+    retraining: Retraining, teacher: str, name: str, start: str, distill: Distillation = Distill.CLASSES
+) -> str:
     """A sentence about where the weights of a network come from; `teacher` is empty if there is none."""
     if retraining.kind is Retrain.NONE:
         return f"{name}: {start}, calibrated and not trained"
@@ -214,8 +223,9 @@ def describe_origin(retraining: Retraining, teacher: str, name: str, start: str)
     if not teacher:
         return text
     share = 100 * retraining.config.kd_weight
-    temperature = retraining.config.kd_temperature
-    distillation = f"{share:g}% distillation from {teacher} (temperature {temperature:g})"
+    distillation = f"{share:g}% distillation from {teacher}"
+    if is_of_classes(distill):
+        distillation += f" (temperature {retraining.config.kd_temperature:g})"
     return f"{text}; loss: {distillation}, {100 - share:g}% labels"
 
 

@@ -60,6 +60,14 @@ class Retrain(StrEnum):
     NONE = "none"  # the weights of the search, calibrated and not trained
 
 
+class Distill(StrEnum):
+    """How far an output is from that of a teacher."""
+
+    CLASSES = "classes"  # KL divergence of the classes along dim 1, for samples or pixels
+    L1 = "l1"  # mean absolute difference
+    L2 = "l2"  # mean squared difference
+
+
 class RuntimeKind(StrEnum):
     """What runs the networks whose latency is measured."""
 
@@ -287,7 +295,7 @@ class SearchConfig:
     distill: bool | None = setting(
         None,
         "Whether sub-networks learn from the outputs of the largest one instead of the labels. "
-        "Default: yes, but in prune not with a loss of your own.",
+        "Default: yes for class scores; with a loss of your own, only if it shows that they are.",
         option=None,
     )
     init: Init | None = setting(
@@ -405,7 +413,7 @@ class TrainConfig:
     label_smoothing: float = setting(0.1, _SMOOTHING, 0, below=1, commands=_COMPARED)
     kd_weight: float = setting(0.9, "Weight of the teacher's outputs in the loss; the labels get the rest.", 0, 1)
     kd_temperature: float = setting(
-        4.0, "Distillation temperature; it divides the outputs of teacher and student.", 0.01, 100
+        4.0, "Distillation temperature; it divides the class scores of teacher and student.", 0.01, 100
     )
     seed: int = setting(0, "Random seed for dropout and similar layers; the loader has its own.", 0, MAX_SEED)
 
@@ -586,16 +594,16 @@ def resolve(
     images: int,
     batch: int,
     train_batch: int | None = None,
-    own_loss: bool = False,
+    distills: bool = True,
 ) -> ResolvedSettings:
     """Choose every setting that is unset, for so many training images in batches of this size.
 
     trained: whether the network is, on such data.
     train_batch: size of the batches of the final training, if it has others.
-    own_loss: the task has a loss of the user's own, so that outputs may be no class scores, and nothing is distilled.
+    distills: the outputs are class scores, so that sub-networks learn from those of the largest one.
     """
     keeps_trained_weights = trained and retrain in _KEEPING
-    search_values = _SEARCH | {"distill": not own_loss}
+    search_values = _SEARCH | {"distill": distills}
     train_values = dict(_TRAIN)
     if trained:
         search_values |= _TRAINED_SEARCH

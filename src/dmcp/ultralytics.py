@@ -180,7 +180,7 @@ def _resolve(search: SearchConfig, *, trained: bool, batches: int, batch_size: i
         search = replace(search, lr=lr * search.reference_batch / batch_size)
     images = batches * batch_size
     settings = resolve(
-        search, TrainConfig(), Retrain.FINETUNE, trained=trained, images=images, batch=batch_size, own_loss=True
+        search, TrainConfig(), Retrain.FINETUNE, trained=trained, images=images, batch=batch_size, distills=False
     )
     return settings.search
 

@@ -29,10 +29,11 @@ from dmcp.searching.records import SearchResult, UnreadStep, missed_budget
 from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, make_chains, sort_channels
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Engine, Init, Precision, ResolvedSearchConfig, Sampling, SearchConfig, resolve_search
+from dmcp.settings import Distill, Engine, Init, Precision, ResolvedSearchConfig, Sampling, SearchConfig, resolve_search
 from dmcp.tracing.modules import modules_of, without_autocast
-from dmcp.training.loop import Log, Runtime, Task, check_trainable, resume
-from dmcp.training.losses import classification_loss, warn, warn_of_distillation
+from dmcp.training.distillation import is_of_classes, warn_of_distillation
+from dmcp.training.loop import Log, Runtime, Task, check_trainable, resume, with_distillation
+from dmcp.training.losses import classification_loss, warn
 from dmcp.training.optimizer import cosine
 
 SEARCH = "search"  # the stage of its events
@@ -64,7 +65,9 @@ def search(
     search has no test images to see whether the model is trained. For a trained model, set at least warmup=0, sort=True
     and a small lr, or let `prune` choose.
     """
-    config = resolve_search(config)
+    if config.distill is not False:
+        task = with_distillation(task, net.model, loader)
+    config = _resolve(config, task)
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
     world = current()
@@ -111,6 +114,13 @@ def search(
     return result
 
 
+def _resolve(config: SearchConfig, task: Task) -> ResolvedSearchConfig:
+    """The settings with nothing left to choose: by default only class scores are distilled (REPORT.md, "denoiser")."""
+    if config.distill is None:
+        config = replace(config, distill=is_of_classes(task.distillation))
+    return resolve_search(config)
+
+
 class Searcher:
     """The steps of a search for your own training loop; `search` is such a loop.
 
@@ -134,13 +144,13 @@ class Searcher:
     ) -> None:
         if steps_per_epoch < 1:
             raise TrainingError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}: is the loader empty?")
-        config = resolve_search(config)
+        config = _resolve(config, task)
         trains_weights = config.warmup_epochs > 0 or config.train_weights
         if trains_weights or not torch.is_grad_enabled():
             check_trainable(net.model)
-        if trains_weights and config.distill:
+        if trains_weights and config.distill and task.distillation is None:
             warn_of_distillation(
-                task.loss, "The sub-networks learn from the full network's", "set distill=False in the SearchConfig"
+                "The sub-networks learn from the full network's", "set distill=False in the SearchConfig"
             )
         self.net = net
         self.config = config
@@ -165,6 +175,7 @@ class Searcher:
             budget=self.budget,
             config=config,
             loss=task.loss or classification_loss(config.label_smoothing),
+            distill=task.distillation or Distill.CLASSES,
             precision=engine.precision,
             world=self.world,
         )

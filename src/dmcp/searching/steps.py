@@ -22,10 +22,11 @@ from dmcp.searching.records import ArchRecord
 from dmcp.searching.stem import find_stem
 from dmcp.searching.subnets import Chains, sample_gates
 from dmcp.searching.supernet import Narrow, Supernet
-from dmcp.settings import Precision, ResolvedSearchConfig, Sampling
+from dmcp.settings import Distill, Precision, ResolvedSearchConfig, Sampling
 from dmcp.tracing.folds import run_folded
-from dmcp.tracing.modules import modules_of, tensors_in
-from dmcp.training.losses import Loss, distillation_loss, loss_of
+from dmcp.tracing.modules import modules_of
+from dmcp.training.distillation import Distillation, detached, distillation_loss
+from dmcp.training.losses import Loss, loss_of
 from dmcp.training.optimizer import MakeOptimizer, make_optimizer, parameter_groups, rate_shares, set_lr, sgd
 
 Forward = Callable[[Any, Tensor], Any]  # runs the supernet on an input with gates
@@ -42,6 +43,7 @@ class StepContext:
     budget: Budget
     config: ResolvedSearchConfig
     loss: Loss
+    distill: Distillation = Distill.CLASSES  # how sub-networks learn from the output of the largest one
     precision: Precision = Precision.FLOAT32
     world: World = SINGLE_PROCESS
 
@@ -96,8 +98,8 @@ def weight_gradients(
                 stem_output = head(x)
             h = stem_output.detach().requires_grad_(stem_output.requires_grad)
 
-        targets: list[Tensor] = []  # outputs of the first sub-network
-        for subnet in subnets:
+        target: Any = None  # the output of the first sub-network
+        for index, subnet in enumerate(subnets):
             h_part = h
             if isinstance(subnet, Narrow) and h is not None:
                 h_part = subnet.part(h)
@@ -106,8 +108,8 @@ def weight_gradients(
                     output = subnet(x, h_part)
                 else:
                     output = net(x, subnet)
-                if context.config.distill and targets:
-                    loss = distillation_loss(output, targets)
+                if context.config.distill and index > 0:
+                    loss = distillation_loss(output, target, kind=context.distill)
                 else:
                     loss = loss_of(context.loss, output, batch)
             inputs = list(weights)
@@ -119,8 +121,8 @@ def weight_gradients(
                 h_gradient = _add_to_h_gradient(h_gradient, new[-1], h)
             del new  # these are large
             losses.append(loss.detach())
-            if not targets:
-                targets = [tensor.detach() for tensor in tensors_in(output)]
+            if index == 0:
+                target = detached(output)
 
         if stem_output is not None and h_gradient is not None:
             new = torch.autograd.grad(stem_output, weights, h_gradient, allow_unused=True)

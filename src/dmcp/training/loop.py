@@ -16,16 +16,33 @@ from torch import Tensor, nn
 from dmcp.arguments import checked
 from dmcp.errors import TrainingError
 from dmcp.runs.records import StepRecord
-from dmcp.runtime.batches import Loader, check_parts, device_of, input_of, length_of, on_device, size_of, widest
-from dmcp.runtime.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded
+from dmcp.runtime.batches import (
+    Loader,
+    check_parts,
+    device_of,
+    input_of,
+    length_of,
+    on_device,
+    peek,
+    size_of,
+    widest,
+)
+from dmcp.runtime.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded, untouched
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine, resolve, suits_kernels
 from dmcp.runtime.progress import Update, each, overdue, phase, show_nothing, shown
-from dmcp.settings import Engine, TrainConfig, resolve_training
-from dmcp.tracing.modules import call_model, kept_modes, tensors_in, without_autocast
+from dmcp.settings import Distill, Engine, TrainConfig, resolve_training
+from dmcp.tracing.modules import call_model, kept_modes, without_autocast
 from dmcp.training import losses
 from dmcp.training.calibration import Forward
-from dmcp.training.losses import Loss, Metric, check_metric, classification_loss, distillation_loss, loss_of, top1
+from dmcp.training.distillation import (
+    Distillation,
+    distillation_by_loss,
+    distillation_loss,
+    read_distillation,
+    warn_of_distillation,
+)
+from dmcp.training.losses import Loss, Metric, check_metric, classification_loss, loss_of, top1
 from dmcp.training.optimizer import (
     MakeOptimizer,
     learning_rate,
@@ -54,6 +71,31 @@ class Task:
     optimizer: MakeOptimizer | None = None
     # for prune: a newly built model, if `reinitialize` has no rule for some tensor
     fresh: nn.Module | None = None
+    # how outputs are distilled: "classes", "l1" or "l2" for all of them, a list or dict with one for each, or
+    # (student_output, teacher_output) -> scalar; default: what the loss shows
+    distill: Distillation | str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distill", read_distillation(self.distill))
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """How outputs are distilled; None where this is not known, since the loss is the user's own."""
+        if self.distill is None and self.loss is None:
+            return Distill.CLASSES
+        return self.distill
+
+
+def with_distillation(task: Task, model: nn.Module, loader: Iterable[Any]) -> Task:
+    """The task with what its own loss shows about distillation on the first batch, unless the task itself says it."""
+    if task.loss is None or task.distill is not None:
+        return task
+    device = device_of(model)
+    with untouched(loader, device):
+        first = peek(loader)
+    if not first:
+        return task
+    return replace(task, distill=distillation_by_loss(task.loss, model, on_device(first[0], device)))
 
 
 @dataclass(frozen=True)
@@ -91,13 +133,13 @@ class Runtime:
         engine = self.engine or Engine()
         if task.optimizer is not None and engine.graphs:  # a graph would replay the first learning rate for ever
             raise TrainingError("Steps with your own optimizer cannot be CUDA graphs: do not turn graphs on.")
-        capturable = task.loss is None and task.optimizer is None and current().size == 1
+        has_functions = task.loss is not None or task.distill is not None or task.optimizer is not None
         return resolve(
             engine,
             device_of(model),
             steps=steps,
             large=large,
-            capturable=capturable,
+            capturable=not has_functions and current().size == 1,
             few_channels=suits_kernels(model),
         )
 
@@ -141,8 +183,10 @@ def train(
     _check_teacher_is_separate(model, teacher)
     if not length_of(loader):
         raise TrainingError("There is nothing to train on: the loader has no batches.")
-    if teacher is not None and not runtime.name:  # prune has warned before the search
-        losses.warn_of_distillation(task.loss, "The network learns from the teacher's", "leave the teacher out")
+    if teacher is not None and not runtime.name:  # prune has done this before the search
+        task = with_distillation(task, model, loader)
+        if task.distillation is None:
+            warn_of_distillation("The network learns from the teacher's", "leave the teacher out")
 
     world = current()
     device = device_of(model)
@@ -158,7 +202,8 @@ def train(
         optimizer = make_optimizer(task.optimizer or our_sgd, parameter_groups(model, config.weight_decay))
         shares = rate_shares(optimizer)
         loss = task.loss or classification_loss(config.label_smoothing)
-        run_step = engine.repeated(make_step(model, optimizer, loss, teacher, config, engine))
+        distill = task.distillation or Distill.CLASSES
+        run_step = engine.repeated(make_step(model, optimizer, loss, teacher, config, engine, distill))
 
         # All that changes from step to step, brought to where an earlier process was.
         batches = ResumableIterator(loader, engine, world)
@@ -209,6 +254,7 @@ def make_step(
     teacher: nn.Module | None,
     config: TrainConfig,
     engine: ResolvedEngine,
+    distill: Distillation = Distill.CLASSES,
 ) -> Callable[[Any], Tensor]:
     """The function that does one training step: batch -> loss.
 
@@ -224,8 +270,8 @@ def make_step(
             value = loss_of(loss, output, batch)
             if run_teacher is not None:
                 with torch.no_grad():
-                    target = tensors_in(run_teacher(input_of(batch)))
-                distilled = distillation_loss(output, target, config.kd_temperature)
+                    target = run_teacher(input_of(batch))
+                distilled = distillation_loss(output, target, config.kd_temperature, distill)
                 value = (1 - config.kd_weight) * value + config.kd_weight * distilled
         torch.autograd.backward(value)
         mean_gradients(model.parameters(), size_of(batch), current())

@@ -1,4 +1,4 @@
-"""Losses, metrics and distillation."""
+"""Losses and metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from dmcp.arguments import checked
 from dmcp.errors import DataError, DmcpError, TrainingError
 from dmcp.runtime.batches import labels_of, size_of, widest
-from dmcp.runtime.distributed import World, current, gather, sum_values
-from dmcp.tracing.modules import tensors_in
+from dmcp.runtime.distributed import World, gather, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], Any]  # (output, batch) -> (sum over the samples, their count), or the mean
@@ -41,10 +40,6 @@ _METHODS = ("reset", "update", "compute")
 _IGNORED_LABEL = -100  # cross-entropy leaves it out
 
 
-class DistillationWarning(UserWarning):
-    """Outputs are taken for class scores, though the loss is the user's own and they may be something else."""
-
-
 class MetricWarning(UserWarning):
     """A metric that is not a number."""
 
@@ -57,13 +52,6 @@ def warn(text: str, category: type[Warning]) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(text, category, stacklevel=level)
-
-
-def warn_of_distillation(loss: Loss | None, learner: str, remedy: str) -> None:
-    """Warn, once for all ranks, that outputs are taken for class scores though the loss is the user's own."""
-    if loss is not None and current().first:
-        text = f"{learner} outputs as class scores along dim 1. If they are something else, {remedy}."
-        warn(text, DistillationWarning)
 
 
 # losses
@@ -79,44 +67,22 @@ def classification_loss(label_smoothing: float = 0.0) -> Loss:
     return loss
 
 
-def distillation_loss(output: Any, target: Sequence[Tensor], temperature: float = 1.0) -> Tensor:
-    """KL divergence of the classes along dim 1 from those of the target, summed over the tensors of the output.
-
-    The scores of both are divided by the temperature; multiplying by its square keeps gradients as large.
-    """
-    tensors = tensors_in(output)
-    _check_same_classes(tensors, target)
-    losses = []
-    for student, teacher in zip(tensors, target, strict=True):
-        log_target = F.log_softmax(teacher.float() / temperature, dim=1)
-        log_output = F.log_softmax(student.float() / temperature, dim=1)
-        divergence = (log_target.exp() * (log_target - log_output)).sum(dim=1)
-        losses.append(divergence.mean())
-    return temperature**2 * torch.stack(losses).sum()
-
-
-def _check_same_classes(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    target_shapes = [tuple(tensor.shape) for tensor in target]
-    have_classes = all(tensor.ndim >= 2 and tensor.shape[1] >= 2 and tensor.is_floating_point() for tensor in tensors)
-    if shapes != target_shapes or not have_classes:
-        raise TrainingError(
-            f"Distillation needs the same classes along dim 1 of all outputs, not {shapes} and {target_shapes}: "
-            "set distill=False in the SearchConfig, and leave the teacher out."
-        )
-
-
 def loss_of(loss: Loss, output: Any, batch: Any) -> Tensor:
     """Call the loss; TrainingError unless it returns a number that can be trained on."""
-    with _noting_call("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
+    with noting_call("loss(output, batch), such as lambda output, batch: cross_entropy(output, batch[1])"):
         value = loss(output, batch)
+    return check_scalar(value, "A loss")
+
+
+def check_scalar(value: Any, source: str) -> Tensor:
+    """What a function of the user returned; TrainingError unless it is a number that can be trained on."""
     is_number = isinstance(value, Tensor) and not value.ndim and not value.is_complex()
     if not is_number or (torch.is_grad_enabled() and not value.requires_grad):
         raise TrainingError(
-            f"A loss must return one real number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
+            f"{source} must return one real number with a gradient, not {getattr(value, 'shape', value)!r:.50}: "
             "return a mean over the samples, and leave out .item(), .detach() and argmax."
         )
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 # labels
@@ -264,10 +230,10 @@ def measure(metric: WholeMetric, outputs: Outputs, world: World) -> float:
     samples = 0
     for output, batch in outputs:
         samples += size_of(batch)
-        with _noting_call("update(output, batch) of a metric"):
+        with noting_call("update(output, batch) of a metric"):
             metric.update(output, batch)
     _require_samples(sum_values(torch.tensor(samples), world))
-    with _noting_call("compute() of a metric and makes it a float"):
+    with noting_call("compute() of a metric and makes it a float"):
         value = float(metric.compute())
     for value_there in gather(value, world):
         if not math.isnan(value_there) and not math.isclose(value, value_there, rel_tol=1e-6):
@@ -279,7 +245,7 @@ def mean(metric: MeanMetric, outputs: Outputs, device: torch.device, world: Worl
     """The mean of the metric over all answers of these outputs and of all ranks, and the number of answers."""
     total = torch.zeros(2, dtype=widest(device), device=device)
     for output, batch in outputs:
-        with _noting_call("metric(output, batch) -> (sum, count), or the loss where no metric= is given"):
+        with noting_call("metric(output, batch) -> (sum, count), or the loss where no metric= is given"):
             result = metric(output, batch)
         try:
             value, count = sum_and_count(result, batch)
@@ -305,7 +271,7 @@ def _require_samples(samples: float | Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _noting_call(call: str) -> Iterator[None]:
+def noting_call(call: str) -> Iterator[None]:
     """Add the call's arguments to exceptions raised by user functions."""
     try:
         yield

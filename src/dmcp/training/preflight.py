@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +24,16 @@ from dmcp.runtime.batches import (
 )
 from dmcp.runtime.checkpoint import untouched
 from dmcp.runtime.distributed import current
+from dmcp.settings import Distill
 from dmcp.tracing.modules import call_model, narrow, tensors_in, unwrap
 from dmcp.tracing.trace import wrong_dtype
-from dmcp.training.loop import Task, check_trainable, evaluate
+from dmcp.training.distillation import Distillation, distillation_loss
+from dmcp.training.loop import Task, check_trainable, evaluate, with_distillation
 from dmcp.training.losses import (
     Metric,
     check_label_shape,
     check_metric,
     check_range,
-    distillation_loss,
     score_by,
     scores_of,
 )
@@ -49,10 +51,10 @@ def preflight(
     teacher: nn.Module | None = None,
     slimmable: bool = False,
     tested: bool = False,
-) -> tuple[Any, Metric | None]:
-    """Refuse what would fail after hours of work. Returns the input of the first batch, and the metric.
+) -> tuple[Any, Task]:
+    """Refuse what would fail after hours of work. Returns the input of the first batch, and the task.
 
-    The input is on the device of the model.
+    The input is on the device of the model. The task has a metric, and distillation as far as its loss shows it.
     loaders: by name; the one named "loader" is used first.
     networks: how many networks are tested.
     slimmable: whether the model learns from its own outputs.
@@ -82,13 +84,15 @@ def preflight(
     check_forward(model, sample)
     if task.loss is None:
         _check_labels(model, example, batch)
+    task = with_distillation(task, model, [batch])
 
     # Those it learns from.
+    distill = task.distillation or Distill.CLASSES
     if slimmable:
-        check_teacher(model, model, sample, train=True)
+        check_teacher(model, model, sample, distill, train=True)
     if teacher is not None:
         check_forward(teacher, sample, "teacher")
-        check_teacher(model, teacher, sample)
+        check_teacher(model, teacher, sample, distill)
 
     # The batches that come later, and the test.
     for name, loader in loaders.items():
@@ -96,7 +100,8 @@ def preflight(
             with untouched(loader, device_of(model)):
                 for first_batch in peek(loader) or []:
                     input_of(first_batch)
-    return example, try_test(model, val_loader, task, batch, tested)
+    metric = try_test(model, val_loader, task, batch, tested)
+    return example, replace(task, metric=metric)
 
 
 def first_two(example: Any) -> Any:
@@ -184,21 +189,25 @@ def classes_of(model: nn.Module, example: Any) -> int:
 # teachers
 
 
-def check_teacher(model: nn.Module, teacher: nn.Module, example: Any, train: bool = False) -> None:
+def check_teacher(
+    model: nn.Module, teacher: nn.Module, example: Any, distill: Distillation, train: bool = False
+) -> None:
     """Refuse a teacher whose outputs, in train or eval mode, are not like those of the network in training."""
     try:
-        target = tensors_in(_run(unwrap(teacher), example, train))
+        target = _run(unwrap(teacher), example, train)
+        tensors_in(target)
     except Exception as error:
         raise TrainingError(f"The teacher cannot take the same batches: {type(error).__name__}: {error}.") from error
     output = _output(unwrap(model), example, train=True)
     if output is not None:
-        distillation_loss(output, target)
+        with torch.no_grad():
+            distillation_loss(output, target, kind=distill)
 
 
-def can_teach(model: nn.Module, example: Any) -> bool:
+def can_teach(model: nn.Module, example: Any, distill: Distillation) -> bool:
     """Whether a network of this kind can learn from another one: its outputs are alike in training and in the test."""
     try:
-        check_teacher(model, model, example)
+        check_teacher(model, model, example, distill)
     except TrainingError:
         return False
     return True
