@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,9 +107,22 @@ def prune(
     return _yolo_with(yolo, _finished(small), planned.widths)
 
 
-def train(yolo: Any, **settings: Any) -> Any:
-    """Train a pruned YOLO as `yolo.train(...)` does; it keeps its widths."""
-    return yolo.train(trainer=_trainer_class(yolo), **settings)
+def train(yolo: Any, *, distill_model: Any = None, **settings: Any) -> Any:
+    """Train a pruned YOLO as `yolo.train(...)` does; it keeps its widths.
+
+    distill_model: the teacher of Ultralytics' own distillation: a YOLO, such as the one that was pruned or a larger
+        one, or the path of its file.
+    settings: those of Ultralytics' own `train`: data, epochs, imgsz, batch, device, ...
+    """
+    trainer_class = _trainer_class(yolo)
+    if distill_model is None:
+        return yolo.train(trainer=trainer_class, **settings)
+    if not isinstance(distill_model, Model):
+        return yolo.train(trainer=trainer_class, distill_model=str(distill_model), **settings)
+    with tempfile.TemporaryDirectory() as folder:  # Ultralytics opens the teacher from a file
+        path = Path(folder) / "teacher.pt"
+        distill_model.save(path)
+        return yolo.train(trainer=trainer_class, distill_model=str(path), **settings)
 
 
 class Predictions(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import csv
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,6 +128,31 @@ def test_a_trained_model_is_pruned_twice(tmp_path: Path) -> None:
     for wrong in ({"data": str(other)}, {"pretrained": False}):
         with pytest.raises(dmcp.TrainingError):
             train(smaller, epochs=1, **settings | wrong)
+
+
+def test_a_pruned_model_learns_from_a_teacher(tmp_path: Path) -> None:
+    """By Ultralytics' own distillation: from the original, or from a larger one in a file."""
+    settings = SETTINGS | {"data": str(shapes.write(tmp_path, images=32)), "epochs": 2, "nbs": 16, "warmup_epochs": 0}
+    yolo = YOLO("yolo11n.yaml")
+    yolo.train(**settings | {"epochs": 1})
+    before = copy.deepcopy(yolo.model.state_dict())
+    small = prune(yolo, "50%", **settings | {"epochs": 1})
+    larger = tmp_path / "larger.pt"
+    YOLO("yolo11s.yaml").save(larger)
+    trained = {}
+    for name, teacher in {"none": None, "original": yolo, "larger": larger}.items():
+        student = copy.deepcopy(small)
+        train(student, distill_model=teacher, **settings)
+        assert shapes_of(student.model) == shapes_of(small.model) and type(student.model) is type(small.model)
+        rows = list(csv.DictReader(student.trainer.csv.read_text().splitlines()))
+        distances = [float(row["train/dis_loss"]) for row in rows if "train/dis_loss" in row]
+        assert len(distances) == (2 if teacher else 0) and all(0 < value < math.inf for value in distances)
+        trained[name] = student.model.state_dict()["model.0.conv.weight"]
+    assert not torch.equal(trained["original"], trained["none"])
+    assert not torch.equal(trained["original"], trained["larger"])
+    assert all(torch.equal(value, before[name]) for name, value in yolo.model.state_dict().items())
+    train(student, **settings)  # the teacher of the last training is forgotten
+    assert "dis_loss" not in student.trainer.loss_names
 
 
 def milliseconds(model: nn.Module) -> float:
