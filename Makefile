@@ -14,7 +14,7 @@ setup: .venv/.done
 	touch .venv/.done
 
 demo: setup  ## prune, export and report on handwritten digits
-	$(RUN) examples/demo.py
+	$(RUN) -m dmcp demo
 
 test: setup
 	$(PYTEST)
