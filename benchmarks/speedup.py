@@ -23,7 +23,7 @@ from dmcp.exporting.export import open_file
 from dmcp.exporting.timing import time_in_turns
 from dmcp.models import rebuild, sample_shape
 
-SEARCHED = Path(__file__).parent / "searched.json"  # widths at 50 % of the MACs: REPORT.md, judge
+SEARCHED = Path(__file__).parent / "searched.json"  # widths at 50% of the MACs: REPORT.md, judge
 BATCH = {"cpu": 1, "cuda": 256}  # by default
 
 

@@ -180,7 +180,7 @@ def claims() -> str:
                 agree = f"{sum(value > 0 for value in found)} of {len(found)}"
                 paper = claim["paper"] if isinstance(claim["paper"], str) else claim["paper"].get(budget, "")
                 told = "" if errors is None else f"{errors:+z.{2 if 1.95 <= abs(errors) < 2 else 1}f}"
-                cells.append([claim["says"].format(budget.replace("%", " %")), paper, it["model"], spread(found, "+")])
+                cells.append([claim["says"].format(budget), paper, it["model"], spread(found, "+")])
                 cells[-1] += [
                     told,
                     agree,

@@ -73,7 +73,7 @@ def test_the_expected_network_keeps_the_budget(spec: str, align: int) -> None:
 
 @pytest.mark.parametrize("name", ["cifar:resnet20", "digits:resnet"])
 def test_final_widths_leave_little_of_the_budget(name: str) -> None:
-    """A search may end anywhere in its band; at its tolerance alone, most of these would leave more than 2 %."""
+    """A search may end anywhere in its band; at its tolerance alone, most of these would leave more than 2%."""
     graph = dmcp.trace(model := build(name), torch.zeros(1, *sample_shape(model)))
     net = (graph, dmcp.Supernet(model, graph))
     left = 0

@@ -61,7 +61,7 @@ def _totals(rows: Sequence[Row]) -> str:
     groups = [[row for row in rows if row[0].family == family] for family in FAMILIES]
     names = [*FAMILIES.values(), "**all**"]
     lines = [
-        "| | models | correct | wrong | vacuous | failed | ≥ 99 % prunable | ≥ 90 % | ≥ 50 % | median s | max s |",
+        "| | models | correct | wrong | vacuous | failed | ≥ 99% prunable | ≥ 90% | ≥ 50% | median s | max s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, group in zip(names, [*groups, rows], strict=True):
@@ -90,7 +90,7 @@ def _below(rows: Sequence[Row]) -> str:
     parts = ["## Prunable share more than a point below the tracing study's"]
     for kind in Shortfall:
         lines = [
-            f"* {entry.name}: {_percent(result.share)} instead of {entry.share} %, {result.spaces} spaces instead of"
+            f"* {entry.name}: {_percent(result.share)} instead of {entry.share}%, {result.spaces} spaces instead of"
             f" {entry.spaces}; with `exact=False` {_percent(result.loose_share)}{_spaces(result.loose_spaces)}."
             f" Unprunable: {_reasons(result)}"
             for entry, result in rows
@@ -163,7 +163,7 @@ def _line(text: str) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "not measured" if share is None else f"{100 * share:.1f} %"
+    return "not measured" if share is None else f"{100 * share:.1f}%"
 
 
 def _number(value: float | None, style: str) -> str:
