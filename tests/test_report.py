@@ -75,6 +75,14 @@ def test_the_page_of_a_real_run(tmp_path: Path) -> None:
     assert [f"({path.name})" in report for path in run.folder.glob("*.svg")] == [True] * 2
 
 
+def test_commands_for_a_network_of_ones_own_name_it(tmp_path: Path) -> None:
+    """`evaluate` and `export` refuse to build it otherwise; a network of a library needs no name."""
+    for model, option in (("mine:Net", " --model mine:Net"), ("digits:resnet", "")):
+        folder = write_run(tmp_path / model[:4], [*step_lines(4), *TEST_LINES], model=model)
+        text = Page(make_page([read_run(folder)])).text
+        assert f"dmcp evaluate {folder}{option}\n" in text and f"dmcp export {folder}{option} --out net.onnx\n" in text
+
+
 def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, [*step_lines(40), *TEST_LINES, TRAIN_LINE]) for name in "ab"]
     text = make_page([read_run(folder) for folder in folders])

@@ -35,6 +35,7 @@ GREY = "#808080"
 COLORS = (BLUE, RED, GREEN, PURPLE, GREY)
 _NETWORK_COLORS = {"dmcp": BLUE, "uniform": RED, "unpruned": GREY}  # the same in every chart
 _MARKERS = "osD^v"
+_SIZE = (5.6, 3.4)  # inches of a chart; two of one height make a row of the page
 _MAX_ROWS = 40  # spaces below each other before the next column starts
 _MAX_NAME = 34  # characters of a space's name; the end of a longer one says more than its start
 _MAX_POINTS = 200  # of a curve; more steps than that are averaged
@@ -130,7 +131,7 @@ def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance:
         if record.ratios is not None:
             steps.append(record.step)
             ratios.append(record.ratios)
-    figure, (axes,) = _panels(5.6, 3.3)
+    figure, (axes,) = _panels(*_SIZE)
     if tolerance:
         axes.axhspan(tolerance, 1, color=GREEN, alpha=0.25, lw=0, label=f"allowed, {tolerance:.0%} to 100%")
     if steps and steps[0] > 0:
@@ -150,7 +151,7 @@ def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance:
 @_style()
 def losses(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
     """The loss of each network over the steps."""
-    figure, (axes,) = _panels(5.6, 3.3)
+    figure, (axes,) = _panels(*_SIZE)
     for number, (name, values) in enumerate(curves.items()):
         _curve(axes, list(values), list(values.values()), name, number)
     axes.set(title=title, xlabel="step", ylabel="loss")
@@ -186,7 +187,7 @@ def widths_per_space(spaces: Sequence[SpaceWidth], title: str) -> Figure:
     """Channels of each space, below each other, in columns."""
     columns = -(-len(spaces) // _MAX_ROWS)
     count = -(-len(spaces) // columns)  # spaces in a column
-    figure, panels = _panels(5.6 * columns, 1.5 + 0.24 * count, columns)
+    figure, panels = _panels(_SIZE[0] * columns, 1.5 + 0.24 * count, columns)
     for column, axes in enumerate(panels):
         axes.grid(visible=False)
         part = spaces[column * count : (column + 1) * count]
@@ -232,7 +233,7 @@ class Point(NamedTuple):
 @_style()
 def accuracy_over_cost(points: Sequence[Point]) -> Figure:
     """Accuracy over MACs of tested networks."""
-    figure, (axes,) = _panels(5.6, 3.6)
+    figure, (axes,) = _panels(*_SIZE)
     for number, kind in enumerate(dict.fromkeys(point.kind for point in points)):
         of_kind = [point for point in points if point.kind == kind]
         axes.errorbar(

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dmcp.budgets import NAMES
+from dmcp.models import of_library
 from dmcp.report import figures
 from dmcp.results import difference, error_of, score_name, show_loss, unknown_scores
 from dmcp.runs.files import WEIGHTS
@@ -121,6 +122,9 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
     facts["widths"] = _widths(run)
     facts["settings"] = _settings(run)
 
+    facts["typed_again"] = ""  # commands that open a run build a network of the user's own only if it is typed
+    if not of_library(facts["model"]):
+        facts["typed_again"] = f" --model {shlex.quote(make_printable(facts['model']))}"
     facts["typed"] = ""
     words = run.settings.get("argv")
     if isinstance(words, list):
@@ -262,15 +266,8 @@ def _settings(run: PastRun) -> list[tuple[str, str]]:
 
 
 def _charts(run: PastRun) -> list[Figure]:
-    """Every chart of a run that there is data for."""
+    """Every chart of a run that there is data for; the last one may be taller than the others."""
     charts = []
-    spaces = []
-    for name, kept in run.widths.items():
-        if name in run.before:
-            spaces.append(figures.SpaceWidth(make_printable(name), run.before[name], kept, run.expected.get(name)))
-    if spaces:
-        charts.append(figures.widths_per_space(spaces, "Width of each space"))
-
     limits = min((len(step.ratios) for step in run.search if step.ratios), default=0)
     if limits:
         names = [NAMES.get(kind, make_printable(kind)) for kind in run.targets]
@@ -284,6 +281,13 @@ def _charts(run: PastRun) -> list[Figure]:
     if run.training:
         curves = {name: {step.step: step.loss for step in steps} for name, steps in run.training.items()}
         charts.append(figures.losses(curves, "Loss of the training"))
+
+    spaces = []
+    for name, kept in run.widths.items():
+        if name in run.before:
+            spaces.append(figures.SpaceWidth(make_printable(name), run.before[name], kept, run.expected.get(name)))
+    if spaces:
+        charts.append(figures.widths_per_space(spaces, "Width of each space"))
     return charts
 
 
