@@ -3,8 +3,9 @@
     python tools/cast.py docs/prune.svg -- dmcp prune --model digits:resnet --data digits --budget 50% \
         --baselines --batch 64 --search-epochs 8 --epochs 12
 
-It needs pyte. Pauses are shortened: each frame is shown for at most a quarter of a second, and the last one for six
-seconds. If the reader or the viewer turns animations off, only the last frame is shown.
+It needs pyte. Lines that are too long break between words. Pauses are shortened: each frame is shown for at most a
+quarter of a second, and the last one for six seconds. If the reader or the viewer turns animations off, only the last
+frame is shown.
 """
 
 from __future__ import annotations
@@ -23,26 +24,30 @@ from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import pyte
-
-COLUMNS, LINES, FRAMES = 92, 30, 60
+COLUMNS, LINES, FRAMES = 92, 28, 60
+WIDEST = 400  # columns of the terminal: none of our lines is broken there
+INDENT = 2  # of the rest of a line
 LONGEST, LAST = 0.25, 6.0  # seconds of a frame
 WIDTH, HEIGHT, MARGIN, BAR = 8.4, 19, 16, 34  # of a character, around the text, above it; in pixels
 NAMES = ("default", "white", "black", "red", "green", "brown", "blue", "magenta", "cyan")
 VALUES = ("#d8dee9", "#d8dee9", "#7f848e", "#e06c75", "#98c379", "#e5c07b", "#61afef", "#c678dd", "#56b6c2")
 COLOURS = dict(zip(NAMES, VALUES, strict=True))
+Character = tuple[str, str]  # itself, colour
 Line = tuple[tuple[int, str, str], ...]  # (column, text, colour)
+BLANK: Character = (" ", COLOURS["default"])
 
 
 def record(command: list[str]) -> list[tuple[float, list[Line]]]:
     """(time, screen) after each piece of output."""
-    screen = pyte.Screen(COLUMNS, LINES)
+    import pyte  # late: what draws needs nothing
+
+    screen = pyte.Screen(WIDEST, LINES)
     stream, found, start = pyte.ByteStream(screen), [], time.monotonic()
     child, master = pty.fork()
     if not child:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(LINES)}
         os.execvp(command[0], command)
-    ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, WIDEST, 0, 0))
     words = textwrap.wrap(" ".join([Path(command[0]).name, *command[1:]]), COLUMNS - 6, break_on_hyphens=False)
     stream.feed(("$ " + " \\\r\n    ".join(words) + "\r\n").encode())
     while True:
@@ -55,21 +60,54 @@ def record(command: list[str]) -> list[tuple[float, list[Line]]]:
             break
         if data:
             stream.feed(data)
-            found.append((time.monotonic() - start, [_runs(screen.buffer[line]) for line in range(LINES)]))
+            found.append((time.monotonic() - start, _lines(screen)))
     os.waitpid(child, 0)
     return found
 
 
-def _runs(line: Any) -> Line:
+def _lines(screen: Any) -> list[Line]:
+    """The lines to draw; if there are too many, the last of them, as a terminal scrolls."""
+    lines = []
+    for row in range(LINES):
+        cells = screen.buffer[row]
+        characters = [(cells[column].data, _colour(cells[column].fg)) for column in range(WIDEST)]
+        lines += [_runs(part) for part in break_line(characters)]
+    while len(lines) > LINES and not lines[-1]:
+        lines.pop()
+    return lines[-LINES:]
+
+
+def _colour(name: str) -> str:
+    """As CSS writes it."""
+    return COLOURS.get(name, f"#{name}" if len(name) == 6 else COLOURS["default"])
+
+
+def break_line(characters: list[Character]) -> list[list[Character]]:
+    """The line in parts of at most COLUMNS, which break between words."""
+    text = "".join(character for character, _ in characters).rstrip()
+    parts = []
+    start, indent = 0, 0
+    while len(text) - start > COLUMNS - indent:
+        end = text.rfind(" ", start + 1, start + COLUMNS - indent + 1)
+        if end < 0:  # a word that no line can hold
+            end = start + COLUMNS - indent
+        parts.append([BLANK] * indent + characters[start:end])
+        start = end + (text[end] == " ")
+        indent = INDENT
+    parts.append([BLANK] * indent + characters[start : len(text)])
+    return parts
+
+
+def _runs(characters: list[Character]) -> Line:
     """A line as pieces of one colour, without blanks around them."""
-    found = []
-    for colour, cells in groupby(range(COLUMNS), lambda column: line[column].fg):
-        columns = [*cells]
-        text = "".join(line[column].data for column in columns)
+    pieces = []
+    column = 0
+    for colour, group in groupby(characters, lambda character: character[1]):
+        text = "".join(character for character, _ in group)
         if text.strip():
-            shade = COLOURS.get(colour, f"#{colour}" if len(colour) == 6 else COLOURS["default"])
-            found.append((columns[0] + len(text) - len(text.lstrip()), text.strip(), shade))
-    return tuple(found)
+            pieces.append((column + len(text) - len(text.lstrip()), text.strip(), colour))
+        column += len(text)
+    return tuple(pieces)
 
 
 def _span(column: int, text: str, colour: str) -> str:
