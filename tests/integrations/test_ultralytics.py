@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import csv
+import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,6 +110,17 @@ def test_the_block_of_the_cookbook(tmp_path: Path, run_block: Callable[[str], di
     session = onnxruntime.InferenceSession("pruned.onnx")
     found = session.run(None, {session.get_inputs()[0].name: image.numpy()})[0]
     np.testing.assert_allclose(found, reopened(image)[0].numpy(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_notebook() -> None:
+    """Its code as it is, but for the length of search and trainings."""
+    cells = json.loads((Path(__file__).parents[2] / "examples" / "yolo.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    names: dict[str, Any] = {}
+    for name, value in {"EPOCHS": 2, "IMAGES": 32}.items():
+        source = re.sub(f"^{name} = .*", f"{name} = {value}", source, flags=re.MULTILINE)
+    exec(source, names)
+    assert macs(names["small"].model) <= 0.5 * macs(names["yolo"].model)
 
 
 def test_a_trained_model_is_pruned_twice(tmp_path: Path) -> None:
