@@ -17,7 +17,7 @@ THEMES = {  # background, text, faint text, grid, then colors of the lines
     "dark": ("#0d1117", "#e6edf3", "#9198a1", "#30363d", "#f08b45", "#4dabe3", "#35c294", "#d391b6"),
 }
 WIDTH, HEIGHT = 640, 420
-LEFT, RIGHT, TOP, BOTTOM = 66, 24, 62, 64
+LEFT, RIGHT, TOP, BOTTOM = 66, 32, 62, 64
 END, MIDDLE = (f'class="faint" text-anchor="{anchor}"' for anchor in ("end", "middle"))
 Points = list[tuple[float, list[float]]]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import runpy
 import shutil
@@ -54,15 +53,15 @@ def test_the_wheel_describes_itself_without_links_into_a_clone(tmp_path: Path) -
         (folder / "src" / "dmcp" / "__init__.py").touch()
         for name in ("README.md", "LICENSE", "setup.py"):
             shutil.copy(ROOT / name, folder)
-        project = (ROOT / "pyproject.toml").read_text()
-        if address:
-            project = project.replace("[project.urls]", f'[project.urls]\nRepository = "{address}"')
+        line = f'Repository = "{address}"' if address else ""
+        project = re.sub(r"^(# )?Repository = .*$", line, (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
         (folder / "pyproject.toml").write_text(project)
         code = "from setuptools.build_meta import prepare_metadata_for_build_wheel as make; make('.')"
         subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True)
         description = next(folder.glob("*.dist-info/METADATA")).read_text().partition("\n\n")[2]
 
         assert "## In Python" in description
+        assert not re.search(r"PACKAGE|make demo|pip install -e", description)  # what only works in a clone
         targets = re.findall(r'\]\(([^)]*)\)|(?:src|srcset)="([^"]*)"', description)
         assert [target for pair in targets for target in pair if target and not target.startswith(address or "#")] == []
         assert ("<img" in description) is bool(address)

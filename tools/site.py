@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import tomllib
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,33 @@ from mkdocs.structure.files import File, Files
 
 import dmcp
 from dmcp.cli.main import app
+from dmcp.cli.options import parameter_help
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ADDRESS = PROJECT["urls"].get("Repository", "")
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
+ADDRESS = SETUP["ADDRESS"]
 OUTSIDE = re.compile(  # links to files of the repository that are no pages: words, path
-    r"\[([^\]]+)\]\((?:\.\./|(?=src/|examples/|experiments/|tests/|zoo/|[A-Z]+\.))([^)]*)\)"
+    r"\[([^\]]+)\]\((?:\.\./|(?=src/|examples/\w+\.py|experiments/|tests/|zoo/|[A-Z]+\.))([^)]*)\)"
 )
+
+CHAPTERS = {  # of the reference
+    "The whole job": "prune PruneResult Loaders Task LowerIsBetter Runtime Event Checkpointer Retrain",
+    "Settings": "SearchConfig TrainConfig LatencyConfig Engine paper",
+    "Trace": "trace ChannelGraph ChannelSpace Widths Budget parse_budget uniform random_widths verify RULES",
+    "Search": "search Supernet Searcher SearchResult load_search expected direct",
+    "Cut, train and test": "cut reinitialize recalibrate train evaluate",
+    "Save and export": "save load export quantize Latency measure_latency",
+    "Errors": "DmcpError ArgumentError BudgetError CutError DataError FileError StoppedError TraceError TrainingError "
+    "WidthsError",
+}
+MEMBERS = {  # of classes whose other members are for our own code
+    "Budget": "",
+    "ChannelGraph": "full widths macs params memory memory_at traffic layers summary to_json",
+    "ChannelSpace": "",
+    "Checkpointer": "",
+    "Loaders": "",
+    "Runtime": "",
+}
 
 
 def on_config(config: Any) -> Any:
@@ -39,12 +59,18 @@ def on_files(files: Files, *, config: Any) -> Files:
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=outside(text)))
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        files.append(File.generated(config, f"examples/{notebook.name}", content=notebook.read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to files of the repository lead to its address, or become their words. Blocks of code lose their marks."""
-    return re.sub(r"^```python \w+$", "```python", outside(markdown), flags=re.MULTILINE)
+    """A page for a reader without a clone.
+
+    Links to files of the repository lead to its address, or become their words. Blocks of code lose their marks.
+    """
+    text = SETUP["without_clone"](outside(markdown))
+    return re.sub(r"^```python \w+$", "```python", text, flags=re.MULTILINE)
 
 
 def outside(text: str) -> str:
@@ -56,32 +82,49 @@ def outside(text: str) -> str:
 
 
 def reference() -> str:
-    """Every public name with its signature and docstring; settings with their fields."""
+    """Every public name with its signature and docstring, in the order in which a user meets them."""
+    listed = [name for names in CHAPTERS.values() for name in names.split()]
+    unlisted = {name for name in dmcp.__all__ if not name.startswith("__")} ^ set(listed)
+    if unlisted:
+        raise ValueError(f"CHAPTERS of tools/site.py and dmcp.__all__ differ: {', '.join(sorted(unlisted))}.")
     parts = ["# Python API"]
-    for name in sorted((name for name in dmcp.__all__ if not name.startswith("__")), key=str.lower):
-        found = getattr(dmcp, name)
-        fields = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
-        if not any("help" in field.metadata for field in fields):
-            parts.append(f"::: dmcp.{name}")
-            continue
-        parts.append(f"## dmcp.{name}\n\n{inspect.getdoc(found)}")
-        defaults = ["" if it.default is dataclasses.MISSING else f"`{it.default!r}`" for it in fields]
-        rows = [f"| `{it.name}` | {own} | {it.metadata['help']} |" for it, own in zip(fields, defaults, strict=True)]
-        parts.append("\n".join(["| field | default | meaning |", "|---|---|---|", *rows]))
+    for chapter, names in CHAPTERS.items():
+        parts.append(f"## {chapter}")
+        parts += [entry(name) for name in names.split()]
     return "\n\n".join(parts)
+
+
+def entry(name: str) -> str:
+    """One name of the reference: made by mkdocstrings, or a table of the fields of settings."""
+    value = getattr(dmcp, name)
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    if not any("help" in field.metadata for field in fields):
+        if name not in MEMBERS:
+            return f"::: dmcp.{name}"
+        return f"::: dmcp.{name}\n    options:\n      members: [{', '.join(MEMBERS[name].split())}]"
+    rows = ["| field | default | meaning |", "|---|---|---|"]
+    for field in fields:
+        default = ""
+        if field.default is not dataclasses.MISSING:
+            default = f"`{field.default!r}`"
+        rows.append(f"| `{field.name}` | {default} | {field.metadata['help']} |")
+    return f"### dmcp.{name} {{: data-toc-label='{name}' }}\n\n{inspect.getdoc(value)}\n\n" + "\n".join(rows)
 
 
 def options() -> str:
     """Every command with its options, which are made from the settings."""
     parts = ["# Command-line options"]
-    for name, command in sorted(typer.main.get_command(app).commands.items()):
+    for name, command in typer.main.get_command(app).commands.items():
         if command.hidden:
             continue
         rows = ["| option | meaning |", "|---|---|"]
-        for it in command.params:
-            shown = ", ".join(f"`{word}`" for word in it.opts)
-            rows.append(f"| {shown} | {(getattr(it, 'help', '') or '').replace('|', '/')} |")
+        for parameter in command.params:
+            words = parameter.opts
+            if parameter.param_type_name == "argument":
+                words = [parameter.metavar]
+            shown = ", ".join(f"`{word}`" for word in words)
+            rows.append(f"| {shown} | {parameter_help(parameter).replace('|', '/')} |")
         about, _, examples = (command.help or "").partition("\b\n")
-        shown = f"```text\n{examples.strip()}\n```\n\n" if examples else ""
-        parts.append(f"## dmcp {name}\n\n{about.strip()}\n\n{shown}" + "\n".join(rows))
+        block = f"```text\n{examples.strip()}\n```\n\n" if examples else ""
+        parts.append(f"## dmcp {name}\n\n{about.strip()}\n\n{block}" + "\n".join(rows))
     return "\n\n".join(parts)

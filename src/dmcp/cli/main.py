@@ -243,9 +243,10 @@ def demo(
     ctx: typer.Context,
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: a new one in runs/.")] = None,
 ) -> None:
-    """Prune a small network on handwritten digits, export it and report, in about two minutes on a CPU.
+    """Prune a small network on handwritten digits.
 
-    The three commands that it runs are printed. Other options are passed on to dmcp prune.
+    It runs three commands, which it prints: prune, export and report. They take about two minutes on a CPU.
+    Other options are passed on to dmcp prune.
 
     \b
     Examples:

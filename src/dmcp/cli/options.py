@@ -36,13 +36,13 @@ class Grouped(TyperCommand):
             if parameter.param_type_name == "argument":
                 words = str(parameter.metavar)
                 name = "Arguments"
-            groups.setdefault(name, []).append((words, _parameter_help(parameter)))
+            groups.setdefault(name, []).append((words, parameter_help(parameter)))
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
 
 
-def _parameter_help(parameter: Any) -> str:
+def parameter_help(parameter: Any) -> str:
     """The help of an argument or option of any command, and its default, where the help does not name one."""
     text = str(parameter.help)
     if parameter.required:
