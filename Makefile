@@ -4,7 +4,7 @@ RUN = .venv/bin/python
 # two workers, one torch thread each; tests that share what is slow to make stay together, unless a worker has none left
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: setup demo test check site integrations zoo clean
+.PHONY: setup demo test check site integrations zoo release clean
 
 setup: .venv/.done
 
@@ -40,6 +40,10 @@ integrations: .venv-integrations/.done  ## Ultralytics and other libraries, in a
 
 zoo: setup  ## every model through one contract; make zoo ARGS=--help
 	$(RUN) -m zoo $(ARGS)
+
+release: setup  ## build wheel and source archive, and try them in an empty environment; all but the upload
+	$(RUN) -m pip install -q -e ".[release]"
+	$(RUN) tools/release.py
 
 clean:  ## caches and builds; runs, data and .venv stay
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

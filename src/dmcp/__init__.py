@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from dmcp.training.loop import Event, Runtime, Task, evaluate, train
     from dmcp.training.losses import LowerIsBetter
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # fmt: off
 __all__ = [
