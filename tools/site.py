@@ -73,6 +73,15 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"^```python \w+$", "```python", text, flags=re.MULTILINE)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Options are marked in code, so that site.css can keep a line from breaking after their hyphens."""
+    return re.sub(
+        r"<code>[^<]*</code>",
+        lambda code: re.sub(r"--?[a-z][\w-]*", r'<span class="option">\g<0></span>', code[0]),
+        html,
+    )
+
+
 def outside(text: str) -> str:
     """The text with links to what is not on the site leading to the address of the repository, or as their words."""
     text = re.sub(r"\]\((\.\./)?experiments/REPORT\.md\)", "](results.md)", text)
