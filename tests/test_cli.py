@@ -97,9 +97,8 @@ def test_results_are_plain_data(pruned: Pruned, graph: dmcp.ChannelGraph, capsys
     assert (code, err, [row["name"] for row in json.loads(out)["networks"]]) == (0, "", ["unpruned"])
 
 
-def test_search_takes_bounds_weights_and_held_out_images(capsys: Capture, tmp_path: Path) -> None:
-    save_file(build("digits:resnet").state_dict(), tmp_path / "start.safetensors")
-    words = (*SMALL, "--search-epochs", "1", "--weights", str(tmp_path / "start.safetensors"), "--holdout", "0.2")
+def test_search_takes_bounds_weights_and_held_out_images(weights: str, capsys: Capture, tmp_path: Path) -> None:
+    words = (*SMALL, "--search-epochs", "1", "--weights", weights, "--holdout", "0.2")
     words += ("--min-channels", "6", "--min-channels", "layer2.0.conv1=12", "--max-channels", "layer3=40")
     words += ("--budget", "30%", "--batch", "566", "--out", str(tmp_path / "run"), "--json")
     code, printed, err = run(capsys, "search", *words)
@@ -116,7 +115,7 @@ def test_train_takes_widths_and_weights(pruned: Pruned, capsys: Capture, tmp_pat
     torch.save({"state_dict": build("digits:resnet").state_dict()}, tmp_path / "start.pth")
     start = ("--weights", str(tmp_path / "start.pth"), "--epochs", "1")
     code, out, err = run(capsys, "train", *SMALL, *start, "--widths", widths, "--out", str(tmp_path / "run"))
-    assert (code, err, list(table(out))) == (0, "", ["original", "dmcp"])
+    assert (code, err.count("untrained"), list(table(out))) == (0, 1, ["original", "dmcp"])
     assert table(out)["dmcp"][:2] == table(pruned[1])["dmcp"][:2]
     assert read_widths(tmp_path / "run") == read_widths(pruned[0])
 
@@ -256,6 +255,20 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
     facts = json.loads(run(capsys, *words, "--method", "l2")[1])
     assert facts["chosen"].keys() == {"batch", "epochs", "lr", "weight_decay"}
     assert [it["name"] for it in facts["stages"]] == ["l2"]
+
+
+def test_a_file_of_untrained_weights_does_not_make_a_network_trained(
+    weights: str, capsys: Capture, tmp_path: Path
+) -> None:
+    fresh = build("digits:resnet")
+    save_file(fresh.state_dict(), tmp_path / "fresh.safetensors")
+    words = ("prune", *SMALL[:6], "--dry-run", "--json", "--weights")
+    for file, trained in ((weights, True), (str(tmp_path / "fresh.safetensors"), False)):
+        code, out, err = run(capsys, *words, file)
+        facts = json.loads(out)
+        assert code == 0 and ("untrained" in err) == (not trained)
+        assert facts["chosen"]["warmup"].startswith("0.0") == trained  # only an untrained network has a warm-up
+        assert ("unpruned" in [stage["name"] for stage in facts["stages"]]) == (not trained)  # as a teacher
 
 
 # sample

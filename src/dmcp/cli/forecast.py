@@ -205,7 +205,7 @@ def _planned(job: Job, budgets: Mapping[str, Budget]) -> PruneJob:
         teacher = None
         if config.retrain in (Retrain.FINETUNE, Retrain.SCRATCH):
             teacher = UNPRUNED
-            if config.weights:
+            if job.trained:
                 teacher = job.model
     baselines = set()
     if config.baselines:

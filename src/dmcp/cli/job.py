@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from dmcp.cli.weights import load_weights
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, split
 from dmcp.data.folders import FolderSet, no_images, some_sizes
-from dmcp.data.loaders import make_loader
+from dmcp.data.loaders import fixed_order, make_loader
 from dmcp.errors import DataError, DmcpError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.latency_limit import attach_latency
@@ -41,6 +42,7 @@ from dmcp.settings import (
     ResolvedSearchConfig,
     ResolvedTrainConfig,
     RuntimeKind,
+    default_batch,
     resolve_search,
     resolve_training,
 )
@@ -49,10 +51,12 @@ from dmcp.tracing.modules import kept_modes
 from dmcp.tracing.trace import trace
 from dmcp.training.losses import check_range, scores_of
 from dmcp.training.preflight import check_classifier, check_forward, classes_of
+from dmcp.training.trained import is_trained
 from dmcp.units import counted, show_shape
 
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
+_TESTED = 512  # images that show whether given weights are trained
 _ENLARGED = 1.5  # times by which images may grow without a note
 Shape = tuple[int, ...]
 
@@ -70,6 +74,7 @@ class Job:
     notes: tuple[str, ...]  # a sentence each, about what the user may not expect
     teacher: nn.Module | None  # the model itself, or another network for the same classes
     new_head: bool  # the last layer of a trained model is fresh: the original is not tested
+    trained: bool  # whether the given weights are, by a test; a run that is resumed needs none
     config: RunConfig  # all settings; those that nobody typed are chosen for network and data
     reasons: Mapping[str, str]  # value and reason of each chosen setting, by option
 
@@ -164,8 +169,10 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     train_set, held_out = data.train, None
     if config.holdout:
         train_set, held_out = split(data.train, config.holdout, config.seed)
+    trained = False
     if typed is not None:
-        trained = bool(config.weights and not new_head)
+        if config.weights and not new_head:
+            trained = _is_trained(config, model.to(device), data, graph, notes)
         config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained)
         reasons |= more_reasons
     loaders, test = _loaders(config, train_set, held_out, data, device)
@@ -186,6 +193,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
         notes=(*notes, *graph.notes),
         teacher=None if teacher is None else teacher.to(device),
         new_head=new_head,
+        trained=trained,
         config=config,
         reasons=reasons,
     )
@@ -334,6 +342,29 @@ def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool
     check_fit(teacher, data, f" ({config.model}, the teacher)")
     load_weights(teacher, Path(config.teacher), notes)  # no fresh last layer: it has nothing to teach
     return teacher
+
+
+def _is_trained(config: RunConfig, model: nn.Module, data: DataSets, graph: ChannelGraph, notes: list[str]) -> bool:
+    """Whether the network with the given weights is trained, by some test images; a note says so if it is not."""
+    images = data.test.subset(fixed_order(len(data.test))[:_TESTED])
+    batch, _ = default_batch(len(data.train), graph.macs())
+    loader = make_loader(
+        images,
+        min(batch, len(images)),
+        train=False,
+        device=device_of(model),
+        workers=config.workers,
+        world=current(),
+        corrupt=config.corrupt,
+    )
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # `prune` tests it again, and warns
+        trained = is_trained(model, data.classes, loader, None)
+    if not trained:
+        notes.append(
+            f"{config.weights}: the network is hardly better than guessing on {counted(len(images), 'test image')}, so "
+            "it is treated as untrained."
+        )
+    return trained
 
 
 # the data
