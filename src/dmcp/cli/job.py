@@ -6,7 +6,8 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dmcp.cli.config import GIVEN, settle
 from dmcp.cli.output import log
 from dmcp.cli.weights import load_weights
 from dmcp.cutting import with_frozen
-from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, split
+from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, split, unseen_classes
 from dmcp.data.folders import FolderSet, no_images, some_sizes
 from dmcp.data.loaders import fixed_order, make_loader
 from dmcp.errors import DataError, DmcpError
@@ -55,7 +56,9 @@ from dmcp.training.trained import is_trained
 from dmcp.units import counted, show_shape
 
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
+_OWN_SHAPE = "the network's own, or usual"
 _LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
+_NAMED = 5  # classes that a note names
 _TESTED = 512  # images that show whether given weights are trained
 _ENLARGED = 1.5  # times by which images may grow without a note
 Shape = tuple[int, ...]
@@ -153,7 +156,15 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     if why_sample:
         config = replace(config, input=show_shape(sample))
         reasons["input"] = f"{show_shape(sample)}: {why_sample}"
+        if sample[1:] == image_size and len(set(some_sizes(data.train))) > 1:
+            notes.append(f"The images have several sizes; the network gets {show_shape(sample)}, {why_sample}.")
     data = sized(data, config.data, sample)
+    unseen = unseen_classes(data.train, data.test)
+    if unseen:
+        names = ", ".join(unseen[:_NAMED])
+        if len(unseen) > _NAMED:
+            names += ", ..."
+        notes.append(f"No training image has these classes of test images, so they cannot be learned: {names}.")
     check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if image_size else "")
 
     # The given weights, and the teacher's.
@@ -272,26 +283,41 @@ def with_checked_budgets(job: Job, folder: str = "") -> Job:
 def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = None) -> tuple[Shape, str, Shape]:
     """Shape of a sample; of one that is chosen here, why, and height and width of the image files, if there are any.
 
-    For image files it is what the network states, their one size, or the usual one.
+    For image files it is what the network states, the size that most of them have, or the usual one.
     """
     if config.input:
         return shape(config.input), "", ()
     if data is None:
-        return models.sample_shape(model), "the network's own, or usual", ()
+        return models.sample_shape(model), _OWN_SHAPE, ()
     if isinstance(data.train, ArraySet):
         return data.train.shape, "", ()
     sizes = some_sizes(data.train)
-    median = sizes[(len(sizes) - 1) // 2] if sizes else ()
+    if not sizes:
+        return models.sample_shape(model), _OWN_SHAPE, ()
+    size, why_size = typical_size(sizes)
     chosen = models.sample_shape(model)
-    if len(set(sizes)) == 1 and max(sizes[0]) <= _LARGEST and not models.of_library(config.model):
+    why = _OWN_SHAPE
+    if max(size) <= _LARGEST and not models.of_library(config.model):
         # Colour first; a network that takes no such images may take grey ones.
         for channels in (3, 1):
-            candidate = models.sample_shape(model, (channels, *sizes[0]))
+            candidate = models.sample_shape(model, (channels, *size))
             if classes_of(model, torch.zeros(2, *candidate)):
                 chosen = candidate
                 break
-    why = "the size of the images" if chosen[1:] == median else "the network's own, or usual"
-    return chosen, why, median
+    if chosen[1:] == size:
+        why = why_size
+    return chosen, why, size
+
+
+def typical_size(sizes: Sequence[Shape]) -> tuple[Shape, str]:
+    """The size that most images have, or else their median height and width; and why, in words."""
+    size, count = Counter(sizes).most_common(1)[0]
+    if count == len(sizes):
+        return size, "the size of the images"
+    if 2 * count > len(sizes):
+        return size, f"the size of {count / len(sizes):.0%} of the images"
+    median = (sorted(side)[(len(sizes) - 1) // 2] for side in zip(*sizes, strict=True))
+    return tuple(median), "the median height and width of the images"
 
 
 def place_of(config: RunConfig) -> torch.device:

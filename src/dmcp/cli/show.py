@@ -154,6 +154,8 @@ def _describe_data(name: str, facts: dict[str, Any]) -> Iterator[str]:
     unreadable = [f"{broken['file']}: {broken['reason']}" for broken in facts["broken"]]
     duplicates = [f"{pair['train']} = {pair['test']}" for pair in facts["in_both"]]
     yield from _describe_list("Classes without images", facts["wrong_classes"])
+    if facts["unseen_classes"]:
+        yield from _describe_list("Test classes without training images", facts["unseen_classes"])
     yield from _describe_list("Files that cannot be read", unreadable)
     yield from _describe_list("Images in both sets", duplicates)
 

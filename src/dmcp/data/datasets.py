@@ -318,8 +318,17 @@ def check_data(data: DataSets, on_file: Callable[[int], None] = lambda count: No
         "enlarged": enlarged,
         "broken": [file._asdict() for file in broken],
         "wrong_classes": empty_classes,
+        "unseen_classes": unseen_classes(train, test),
         "in_both": [{"train": first, "test": second} for first, second in images_in_both(train, test)],
     }
+
+
+def unseen_classes(train: DataSet, test: DataSet) -> list[str]:
+    """Return the classes of test images that no training image has, by name or number."""
+    unseen = sorted(set(test.labels.tolist()) - set(train.labels.tolist()))
+    if isinstance(test, FolderSet) and test.names:
+        return [test.names[label] for label in unseen]
+    return [str(label) for label in unseen]
 
 
 def images_in_both(train: DataSet, test: DataSet) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from dmcp.data.images import ENDINGS, Broken, Size, inspect_files
 from dmcp.errors import DataError
 
 PARTS = ("train", "val")
-_SAMPLED = 9  # files whose sizes `some_sizes` tells
+_SAMPLED = 99  # files whose sizes `some_sizes` tells
 
 
 @dataclass(frozen=True, eq=False)
