@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from dmcp.cutting import with_frozen
 from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, split, unseen_classes
 from dmcp.data.folders import FolderSet, no_images, some_sizes
 from dmcp.data.loaders import fixed_order, make_loader
-from dmcp.errors import DataError, DmcpError
+from dmcp.errors import DataError, DmcpError, TraceError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.latency_limit import attach_latency
 from dmcp.feasibility import parse_budgets, reachable, time_networks
@@ -56,6 +57,7 @@ from dmcp.training.trained import is_trained
 from dmcp.units import counted, show_shape
 
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
+_OF_SHAPES = (RuntimeError, ValueError, AssertionError, IndexError)  # what a forward raises for inputs of other shapes
 _OWN_SHAPE = "the network's own, or usual"
 _LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
 _NAMED = 5  # classes that a note names
@@ -156,7 +158,8 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     if why_sample:
         config = replace(config, input=show_shape(sample))
         reasons["input"] = f"{show_shape(sample)}: {why_sample}"
-        if sample[1:] == image_size and len(set(some_sizes(data.train))) > 1:
+        is_mixed = isinstance(data.train, FolderSet) and len(set(some_sizes(data.train))) > 1
+        if is_mixed and sample[1:] == image_size:
             notes.append(f"The images have several sizes; the network gets {show_shape(sample)}, {why_sample}.")
     data = sized(data, config.data, sample)
     unseen = unseen_classes(data.train, data.test)
@@ -426,10 +429,20 @@ def check_fit(model: nn.Module, data: DataSets, hint: str = "") -> None:
             scores = scores_of(model.eval()(example))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, NotImplementedError) or not isinstance(error, _OF_SHAPES):
+            raise TraceError(f"The forward of the network fails: {reason} ({_line_of(error)}).") from error
         raise DataError(f"The network cannot take images of {show_shape(data.shape)}{hint}: {reason}") from error
     if scores is not None and scores.ndim >= 2:
         for part in (data.train, data.test):
             check_range(part.labels, scores.shape[1])
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the user's own code that an error went through."""
+    library = os.path.dirname(torch.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if not frame.filename.startswith(library)]
+    return f"{own_frames[-1].filename}, line {own_frames[-1].lineno}"
 
 
 def _loaders(
