@@ -165,7 +165,7 @@ def test_image_folder(tmp_path: Path) -> None:
 def test_names_and_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_photos(tmp_path / "in" / "shapes", (8, 8))
     monkeypatch.chdir(tmp_path)
-    for typed, hint in (("in/shpes", "in/shapes"), ("Digts", "digits"), ("in/shapes/train", "needs train/ and val/")):
+    for typed, hint in (("in/shpes", "in/shapes"), ("Digts", "digits"), ("in", "two classes")):
         with pytest.raises(DataError, match=hint):
             load(typed)
     for name, classes in (("hidden", (".cat", ".dog")), ("empty", ("cat", "dog")), ("one", ("cat",))):

@@ -7,8 +7,7 @@ import os
 import re
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from dmcp.cli.weights import load_weights
 from dmcp.cutting import with_frozen
 from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, split, unseen_classes
 from dmcp.data.folders import FolderSet, no_images, some_sizes
+from dmcp.data.images import LARGEST, typical_size
 from dmcp.data.loaders import fixed_order, make_loader
 from dmcp.errors import DataError, DmcpError, TraceError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
@@ -59,7 +59,6 @@ from dmcp.units import counted, show_shape
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _OF_SHAPES = (RuntimeError, ValueError, AssertionError, IndexError)  # what a forward raises for inputs of other shapes
 _OWN_SHAPE = "the network's own, or usual"
-_LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
 _NAMED = 5  # classes that a note names
 _TESTED = 512  # images that show whether given weights are trained
 _ENLARGED = 1.5  # times by which images may grow without a note
@@ -153,6 +152,8 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
 
     # The network, with fresh weights, and the data that it takes.
     data = load(config.data)
+    if data.note:
+        notes.append(data.note)
     fresh = build(config, data.classes)
     sample, why_sample, image_size = sample_shape(config, fresh, data)
     if why_sample:
@@ -300,7 +301,7 @@ def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = No
     size, why_size = typical_size(sizes)
     chosen = models.sample_shape(model)
     why = _OWN_SHAPE
-    if max(size) <= _LARGEST and not models.of_library(config.model):
+    if max(size) <= LARGEST and not models.of_library(config.model):
         # Colour first; a network that takes no such images may take grey ones.
         for channels in (3, 1):
             candidate = models.sample_shape(model, (channels, *size))
@@ -310,17 +311,6 @@ def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = No
     if chosen[1:] == size:
         why = why_size
     return chosen, why, size
-
-
-def typical_size(sizes: Sequence[Shape]) -> tuple[Shape, str]:
-    """The size that most images have, or else their median height and width; and why, in words."""
-    size, count = Counter(sizes).most_common(1)[0]
-    if count == len(sizes):
-        return size, "the size of the images"
-    if 2 * count > len(sizes):
-        return size, f"the size of {count / len(sizes):.0%} of the images"
-    median = (sorted(side)[(len(sizes) - 1) // 2] for side in zip(*sizes, strict=True))
-    return tuple(median), "the median height and width of the images"
 
 
 def place_of(config: RunConfig) -> torch.device:

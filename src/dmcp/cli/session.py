@@ -210,6 +210,7 @@ def _begin(run: Run, job: Job) -> None:
     facts = {
         "classes": job.data.classes,
         "shape": list(job.data.shape),
+        "sources": list(job.data.sources),
         "unpruned": {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)},
         STARTS: _start(run, job),
         "argv": sys.argv,

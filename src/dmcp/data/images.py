@@ -8,6 +8,7 @@ import io
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -33,6 +34,7 @@ _MAX_RATIO = 200  # between the sides of an image
 
 # how images are turned that were taken with a turned or mirrored camera, by the value of EXIF's tag
 _ORIENTATION = 0x0112
+LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
 _TURNS = {
     2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
     3: PIL.Image.Transpose.ROTATE_180,
@@ -44,6 +46,18 @@ _TURNS = {
 }
 _SIDEWAYS = (5, 6, 7, 8)  # these swap height and width
 
+
+def typical_size(sizes: Sequence[Size]) -> tuple[Size, str]:
+    """The size that most images have, or else their median height and width; and why, in words."""
+    size, count = Counter(sizes).most_common(1)[0]
+    if count == len(sizes):
+        return size, "the size of the images"
+    if 2 * count > len(sizes):
+        return size, f"the size of {count / len(sizes):.0%} of the images"
+    height, width = (sorted(side)[(len(sizes) - 1) // 2] for side in zip(*sizes, strict=True))
+    return (height, width), "the median height and width of the images"
+
+
 # reading with PIL
 
 
@@ -51,11 +65,7 @@ def decode(path: str) -> Image:
     """Read an image file as RGB, turned as its EXIF says."""
     try:
         with _open(path) as image:
-            rgb = as_rgb(image)
-            orientation = _orientation(image)
-            if orientation in _TURNS:
-                rgb = rgb.transpose(_TURNS[orientation])
-            return rgb
+            return as_upright_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         raise DataError(
             f"{path} cannot be read as an image ({quote(error)}). Use --corrupt skip, "
@@ -82,6 +92,15 @@ def _orientation(image: Image) -> int:
     with contextlib.suppress(Exception):  # PIL raises many kinds for damaged tags, which are no reason to lose an image
         return int(image.getexif().get(_ORIENTATION, 1))
     return 1
+
+
+def as_upright_rgb(image: Image) -> Image:
+    """Convert an image to RGB, turned as its EXIF says."""
+    rgb = as_rgb(image)
+    orientation = _orientation(image)
+    if orientation in _TURNS:
+        rgb = rgb.transpose(_TURNS[orientation])
+    return rgb
 
 
 def as_rgb(image: Image) -> Image:

@@ -82,7 +82,7 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
         return None
 
     # The file is named after folder, part and size; the digest shows whether it holds the images of today.
-    part = os.path.relpath(paths[0], dataset.root).split(os.sep)[0]
+    part = dataset.part
     name = hashlib.sha256(os.fsencode(f"{os.path.abspath(dataset.root)} {part} {least}")).hexdigest()[:16]
     file = CACHE / f"{name}.images"
     digest = _digest_of_files(paths, dataset.root)
