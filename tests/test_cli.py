@@ -217,16 +217,32 @@ def test_several_budgets_are_one_search_and_a_run_folder_each(weights: str, caps
     assert code == 0 and list(table(out)) == ["original", *names]
     assert (folder / "front.svg").exists() and "params-40%25/report.md" in (folder / "report.md").read_text()
     assert (folder / "log.jsonl").read_text().count('"stage": "search"') == 2
+    tested = table(out)
+    params = []
     for name in ("70%", "params-40%"):
         code, printed, _ = run(capsys, "evaluate", str(folder / name), "--device", "cpu", "--json")
         (row,) = json.loads(printed)["networks"]
         assert code == 0 and f"{100 * row['accuracy']:.2f}%" == table(out)[f"dmcp {name}"][2]
         code, printed, _ = run(capsys, "export", str(folder / name), "--out", str(tmp_path / "net.pt2"), "--json")
         assert code == 0 and json.loads(printed)["params"] == row["params"]
+        params.append(row["params"])
         assert run(capsys, "sample", str(folder / name), "--out", str(tmp_path))[0] == 0
         assert sum(p.numel() for p in dmcp.load(folder / name, build("digits:resnet")).parameters()) == row["params"]
     listed = [json.loads(run(capsys, "runs", str(it), "--json")[1]) for it in (tmp_path, folder)]
-    assert [[it["budget"], it["state"]] for it in listed[0]] == [["70%, params:40%", "done"]] and len(listed[1]) == 2
+    for runs in listed:  # each network has its line
+        assert [[it["budget"], it["state"]] for it in runs] == [["70%", "done"], ["params:40%", "done"]]
+        assert [it["name"] for it in runs] == ["front/70%", "front/params-40%"]
+        shown = [f"{100 * it['accuracy']:.2f}%" for it in runs]
+        assert shown == [tested["dmcp 70%"][2], tested["dmcp params-40%"][2]]
+    code, printed, _ = run(capsys, "export", str(folder), "--out", str(tmp_path / "both.pt2"), "--json")
+    exported = json.loads(printed)["budgets"]
+    assert code == 0 and [facts["params"] for facts in exported.values()] == params
+    assert sorted(path.name for path in tmp_path.glob("both*")) == ["both-70%.pt2", "both-params-40%.pt2"]
+    words_of_one = ("--budget", "params:40%", "--out", str(tmp_path / "one.pt2"), "--json")
+    code, printed, _ = run(capsys, "export", str(folder), *words_of_one)
+    assert code == 0 and json.loads(printed)["params"] == params[1] and (tmp_path / "one.pt2").exists()
+    code, _, err = run(capsys, "export", str(folder), "--budget", "55%")
+    assert code == 2 and "70%" in err and "params-40%" in err
     assert run(capsys, "report", str(folder), str(folder / "70%"), "--out", str(tmp_path / "r.html"))[0] == 0
     for again in (("evaluate", str(folder)), ("prune", "--resume", str(folder)), ("prune", *words, "--budget", "0.1%")):
         code, out, err = run(capsys, *again)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import random
@@ -261,20 +260,3 @@ def test_rows_that_are_not_understood_are_refused() -> None:
     ):
         with pytest.raises(DataError, match=fact):
             dmcp.prune(small_net(), loader, val_loader)
-
-
-def test_rows_of_hugging_face_itself() -> None:
-    datasets = pytest.importorskip("datasets", reason="NOT TESTED: pip install datasets")
-    rows = Rows(24)
-    encoded = []
-    for image in rows.images:
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        encoded.append({"bytes": file.getvalue(), "path": None})
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=3)})
-    data = datasets.Dataset.from_dict({"image": encoded, "label": rows.labels}, features=features)
-    parts = data.train_test_split(0.25, seed=0)
-    search = dmcp.SearchConfig(budget="50%", epochs=2, groups=4)
-    settings = {"search": search, "train": dmcp.TrainConfig(epochs=1), "teacher": None}
-    result = dmcp.prune(small_net(), parts["train"], parts["test"], **settings)
-    assert result.rows[-1].samples == 6

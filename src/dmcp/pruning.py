@@ -29,7 +29,7 @@ from dmcp.request import (
     resolve_settings,
     warn_of_teacher,
 )
-from dmcp.results import PruneResult, for_budget, measure_networks, unknown_scores
+from dmcp.results import PruneResult, measure_networks, unknown_scores
 from dmcp.retraining import (
     Retraining,
     TrainedNetworks,
@@ -525,7 +525,7 @@ def make_result(
             model=networks[job.row(job.method, name)].eval(),
             widths=planned.widths,
             graph=job.graph,
-            search=selection.search and for_budget(selection.search, budget),
+            search=selection.search and selection.search.for_budget(budget),
             rows=_rows_of_budget(job, name, rows),
             budget=budget,
             origin=origin,
