@@ -89,7 +89,7 @@ def test_classes_with_one_image_are_refused_and_told(tmp_path: Path) -> None:
     assert facts["wrong_classes"] == [str(root / "eel")] and not facts["well"]
 
 
-def test_a_run_says_and_records_its_split_and_resumes_with_it(
+def test_a_run_says_and_records_its_split_and_is_tested_again_with_it(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
