@@ -159,26 +159,33 @@ def test_an_own_network_gets_images_of_one_size_as_they_are(here: Path, monkeypa
     monkeypatch.setattr("dmcp.cli.show.measure_latency", measured := Mock(side_effect=DmcpError))
     for sizes, kernel, shape in (
         (((40, 32),), 3, "3x40x32"),
-        (((40, 32), (32, 40)), 3, "3x224x224"),
+        (((40, 32), (40, 32), (32, 40)), 3, "3x40x32"),  # most of them
+        (((40, 32), (32, 40)), 3, "3x32x32"),
+        (((600, 600), (20, 24), (300, 900)), 3, "3x224x224"),
         (((20, 600),), 3, "3x224x224"),
         (((32, 40),), 35, "3x224x224"),  # the network cannot take them
     ):
-        data, args = str(write_photos(here / str(sizes), *sizes, count=2)), (f"kernel={kernel}",)
+        data, args = str(write_photos(here / str(sizes), *sizes, count=len(sizes))), (f"kernel={kernel}",)
         job = open_job(RunConfig(model="my_small_net:build", model_args=args, data=data, device="cpu", batch=2))
         assert job.config.input == shape and job.reasons["input"].startswith(f"{shape}: ")
+        is_mixed = len(set(sizes)) > 1
+        assert any(shape in note for note in job.notes) == (is_mixed and shape != "3x224x224")
         assert command("latency", "--model", "my_small_net:build", "--model-args", *args, "--data", data) == 2
         assert measured.call_args.args[2].input_shape == job.data.shape  # a table is for the same input
 
 
 def test_what_is_odd_about_the_data_is_said_once(here: Path, capsys: Capture) -> None:
-    """Images that are enlarged."""
+    """Images of several sizes, and images that are enlarged."""
     data = write_photos(here / "photos", (64, 48), (64, 47), (64, 48), count=7)
     (data / "train" / "cat" / "0.png").unlink()
     words = (*NETWORK, "--epochs", "1", "--quiet", "--batch", "10", "--model-args", "num_classes=5")
     code, _, err = run(capsys, "train", *words, "--out", "run")
-    assert code == 0, err
-    assert err.count("--input 3x64x48") == 1, err
-    assert json.loads((here / "run" / "input.json").read_text()) == preprocessing(load(data.name))
+    assert code == 0 and err.count("3x64x48") == 1, err
+    how = json.loads((here / "run" / "input.json").read_text())
+    assert how == preprocessing(load(data.name, size=(64, 48)))
+    write_photos(here / "small", (20, 16))
+    job = open_job(RunConfig(model="cifar:resnet20", data="small", device="cpu", batch=2))
+    assert any("--input 3x20x16" in note for note in job.notes)
 
 
 def test_names_of_files_and_classes_need_not_be_utf8(here: Path, capsys: Capture) -> None:

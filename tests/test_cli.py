@@ -97,9 +97,8 @@ def test_results_are_plain_data(pruned: Pruned, graph: dmcp.ChannelGraph, capsys
     assert (code, err, [row["name"] for row in json.loads(out)["networks"]]) == (0, "", ["unpruned"])
 
 
-def test_search_takes_bounds_weights_and_held_out_images(capsys: Capture, tmp_path: Path) -> None:
-    save_file(build("digits:resnet").state_dict(), tmp_path / "start.safetensors")
-    words = (*SMALL, "--search-epochs", "1", "--weights", str(tmp_path / "start.safetensors"), "--holdout", "0.2")
+def test_search_takes_bounds_weights_and_held_out_images(weights: str, capsys: Capture, tmp_path: Path) -> None:
+    words = (*SMALL, "--search-epochs", "1", "--weights", weights, "--holdout", "0.2")
     words += ("--min-channels", "6", "--min-channels", "layer2.0.conv1=12", "--max-channels", "layer3=40")
     words += ("--budget", "30%", "--batch", "566", "--out", str(tmp_path / "run"), "--json")
     code, printed, err = run(capsys, "search", *words)
@@ -116,7 +115,7 @@ def test_train_takes_widths_and_weights(pruned: Pruned, capsys: Capture, tmp_pat
     torch.save({"state_dict": build("digits:resnet").state_dict()}, tmp_path / "start.pth")
     start = ("--weights", str(tmp_path / "start.pth"), "--epochs", "1")
     code, out, err = run(capsys, "train", *SMALL, *start, "--widths", widths, "--out", str(tmp_path / "run"))
-    assert (code, err, list(table(out))) == (0, "", ["original", "dmcp"])
+    assert (code, err.count("untrained"), list(table(out))) == (0, 1, ["original", "dmcp"])
     assert table(out)["dmcp"][:2] == table(pruned[1])["dmcp"][:2]
     assert read_widths(tmp_path / "run") == read_widths(pruned[0])
 
@@ -218,16 +217,32 @@ def test_several_budgets_are_one_search_and_a_run_folder_each(weights: str, caps
     assert code == 0 and list(table(out)) == ["original", *names]
     assert (folder / "front.svg").exists() and "params-40%25/report.md" in (folder / "report.md").read_text()
     assert (folder / "log.jsonl").read_text().count('"stage": "search"') == 2
+    tested = table(out)
+    params = []
     for name in ("70%", "params-40%"):
         code, printed, _ = run(capsys, "evaluate", str(folder / name), "--device", "cpu", "--json")
         (row,) = json.loads(printed)["networks"]
         assert code == 0 and f"{100 * row['accuracy']:.2f}%" == table(out)[f"dmcp {name}"][2]
         code, printed, _ = run(capsys, "export", str(folder / name), "--out", str(tmp_path / "net.pt2"), "--json")
         assert code == 0 and json.loads(printed)["params"] == row["params"]
+        params.append(row["params"])
         assert run(capsys, "sample", str(folder / name), "--out", str(tmp_path))[0] == 0
         assert sum(p.numel() for p in dmcp.load(folder / name, build("digits:resnet")).parameters()) == row["params"]
     listed = [json.loads(run(capsys, "runs", str(it), "--json")[1]) for it in (tmp_path, folder)]
-    assert [[it["budget"], it["state"]] for it in listed[0]] == [["70%, params:40%", "done"]] and len(listed[1]) == 2
+    for runs in listed:  # each network has its line
+        assert [[it["budget"], it["state"]] for it in runs] == [["70%", "done"], ["params:40%", "done"]]
+        assert [it["name"] for it in runs] == ["front/70%", "front/params-40%"]
+        shown = [f"{100 * it['accuracy']:.2f}%" for it in runs]
+        assert shown == [tested["dmcp 70%"][2], tested["dmcp params-40%"][2]]
+    code, printed, _ = run(capsys, "export", str(folder), "--out", str(tmp_path / "both.pt2"), "--json")
+    exported = json.loads(printed)["budgets"]
+    assert code == 0 and [facts["params"] for facts in exported.values()] == params
+    assert sorted(path.name for path in tmp_path.glob("both*")) == ["both-70%.pt2", "both-params-40%.pt2"]
+    words_of_one = ("--budget", "params:40%", "--out", str(tmp_path / "one.pt2"), "--json")
+    code, printed, _ = run(capsys, "export", str(folder), *words_of_one)
+    assert code == 0 and json.loads(printed)["params"] == params[1] and (tmp_path / "one.pt2").exists()
+    code, _, err = run(capsys, "export", str(folder), "--budget", "55%")
+    assert code == 2 and "70%" in err and "params-40%" in err
     assert run(capsys, "report", str(folder), str(folder / "70%"), "--out", str(tmp_path / "r.html"))[0] == 0
     for again in (("evaluate", str(folder)), ("prune", "--resume", str(folder)), ("prune", *words, "--budget", "0.1%")):
         code, out, err = run(capsys, *again)
@@ -256,6 +271,20 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
     facts = json.loads(run(capsys, *words, "--method", "l2")[1])
     assert facts["chosen"].keys() == {"batch", "epochs", "lr", "weight_decay"}
     assert [it["name"] for it in facts["stages"]] == ["l2"]
+
+
+def test_a_file_of_untrained_weights_does_not_make_a_network_trained(
+    weights: str, capsys: Capture, tmp_path: Path
+) -> None:
+    fresh = build("digits:resnet")
+    save_file(fresh.state_dict(), tmp_path / "fresh.safetensors")
+    words = ("prune", *SMALL[:6], "--dry-run", "--json", "--weights")
+    for file, trained in ((weights, True), (str(tmp_path / "fresh.safetensors"), False)):
+        code, out, err = run(capsys, *words, file)
+        facts = json.loads(out)
+        assert code == 0 and ("untrained" in err) == (not trained)
+        assert facts["chosen"]["warmup"].startswith("0.0") == trained  # only an untrained network has a warm-up
+        assert ("unpruned" in [stage["name"] for stage in facts["stages"]]) == (not trained)  # as a teacher
 
 
 # sample

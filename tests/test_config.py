@@ -164,7 +164,8 @@ def test_a_recipe_is_changed_by_options() -> None:
     it = make_config(Request(command="prune", typed={"recipe": recipe.recipe, "data": "x", "epochs": 2, "seed": 1}))
     assert recipe.search and recipe.train and it.model_args == ("width_mult=1.5", "dropout=0")
     assert it.search == replace(recipe.search, seed=1) and it.train == replace(recipe.train, epochs=2, seed=1)
-    it = config(recipe="imagenet_resnet50_2200m", weights="x.pth")
+    typed = {"recipe": "imagenet_resnet50_2200m", "weights": "x.pth"}
+    it, _ = settle(config(**typed), typed, 1_281_167, 1, True)
     assert it.search and (it.search.warmup, it.search.sort, it.retrain) == (0, True, Retrain.SCRATCH)
     with pytest.raises(DmcpError, match="imagenet_mobilenet_v2_211m"):
         find_recipe("mobilenet_v2_211m")

@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 import torch
 from folders import write_photos, write_shards
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.datasets import CIFAR10, cifar
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from dmcp.cli.job import sized
 from dmcp.data import datasets
-from dmcp.data.datasets import ArraySet, Augmentation, DataSets, load, preprocessing, split
+from dmcp.data.datasets import ArraySet, Augmentation, DataSets, check_data, load, preprocessing, split, unseen_classes
 from dmcp.data.images import (
     ENDINGS,
     crop_batch,
     crop_image,
+    inspect_files,
     mean_and_std,
     random_boxes,
     random_numbers,
@@ -134,6 +135,13 @@ def test_cifar_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(load("cifar10").train) == 20
 
 
+def test_test_classes_that_training_never_has_are_told(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards", train0={"labels": np.array([0, 1, 3, 0, 1, 3])}, train1=None)
+    sets = load(folder)
+    assert unseen_classes(sets.train, sets.test) == ["2"] == check_data(sets)["unseen_classes"]
+    assert unseen_classes(sets.test, sets.train) == []
+
+
 # image files
 
 
@@ -157,7 +165,7 @@ def test_image_folder(tmp_path: Path) -> None:
 def test_names_and_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_photos(tmp_path / "in" / "shapes", (8, 8))
     monkeypatch.chdir(tmp_path)
-    for typed, hint in (("in/shpes", "in/shapes"), ("Digts", "digits"), ("in/shapes/train", "needs train/ and val/")):
+    for typed, hint in (("in/shpes", "in/shapes"), ("Digts", "digits"), ("in", "two classes")):
         with pytest.raises(DataError, match=hint):
             load(typed)
     for name, classes in (("hidden", (".cat", ".dog")), ("empty", ("cat", "dog")), ("one", ("cat",))):
@@ -237,6 +245,31 @@ def test_jpegs_have_the_pixels_that_pil_sees(tmp_path: Path) -> None:
     for file in tmp_path.iterdir():
         assert (read_jpeg(str(file)) is not None) == (file.stem in ("RGB", "L", "progressive"))
         np.testing.assert_array_equal(read_pixels(str(file)), np.asarray(Image.open(file).convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tif"])
+def test_images_are_turned_as_cameras_mean_them(kind: str, tmp_path: Path) -> None:
+    """By PIL's own function; their sizes are told without decoding them."""
+    noise = Image.fromarray(np.random.randint(0, 256, (40, 30, 3), dtype=np.uint8))
+    for orientation in range(1, 9):
+        tags = Image.Exif()
+        tags[0x0112] = orientation
+        path = tmp_path / f"{orientation}.{kind}"
+        noise.save(path, exif=tags)
+        with Image.open(path) as image:
+            upright = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        np.testing.assert_array_equal(read_pixels(str(path)), upright)
+        (size,) = inspect_files([str(path)], whole=False)
+        assert size == upright.shape[:2]
+        assert (read_jpeg(str(path)) is not None) == (kind == "jpg" and orientation == 1)  # else no GPU decodes it
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")  # which PIL says as it opens the file
+def test_damaged_tags_are_no_reason_to_lose_an_image(tmp_path: Path) -> None:
+    noise = Image.fromarray(np.random.randint(0, 256, (40, 30, 3), dtype=np.uint8))
+    noise.save(tmp_path / "odd.jpg", exif=b"Exif\0\0MM\0*\0\0\0\xff\xff\xff")
+    with Image.open(tmp_path / "odd.jpg") as image:
+        np.testing.assert_array_equal(read_pixels(str(tmp_path / "odd.jpg")), np.asarray(image))
 
 
 def test_of_16_bits_the_upper_8_are_read_and_32_are_refused(tmp_path: Path) -> None:

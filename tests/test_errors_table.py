@@ -39,6 +39,10 @@ MISTAKES = {
     "DmcpError": """
         inspect resent18
         inspect mytable_net:failing
+        inspect mytable_net.py:build => mytable_net:build
+        prune DIGITS --dry-run --track zzz => zzz
+        compare DIGITS --methods amc => experiments.methods.amc:amc
+        prune DIGITS --method torch-pruning => experiments.methods.peer:torch_pruning
         prune --model mytable_net:meta --data digits
         inspect resnet18 --model-args depth=3
         inspect resnet18 --input 224,224
@@ -59,6 +63,8 @@ MISTAKES = {
         inspect mytable_net:linear --input 8
         inspect mytable_net:build --input 3x8x8
         inspect digits:resnet --ignore conv11
+        prune --model mytable_net:Buggy --data digits => NameError: name 'y' is not defined
+        prune --model mytable_net:Buggy --data digits => mytable_net.py, line
     """,
     "DataError": """
         prune --model digits:resnet --data digit
@@ -78,6 +84,7 @@ MISTAKES = {
         prune DIGITS --budget 50% --budget 0.1%
         prune DIGITS --budget 50% --budget 0.5
         prune DIGITS --budget half
+        prune DIGITS --budget 999G => already meets
         search DIGITS --budget 0.1%
         sample run --budget 0.1%
         compare DIGITS --budget 8ms
@@ -95,6 +102,7 @@ MISTAKES = {
     """,
     "TrainingError": """
         train DIGITS --epochs 0
+        train DIGITS --lr -1 => above 0
         search DIGITS --search-lr 1e308
         search DIGITS --search-epochs 1 --warmup 0.9
         prune DIGITS --teacher unpruned --kd-weight 1.5
@@ -107,6 +115,7 @@ MISTAKES = {
         search DIGITS --weights cut-off.pth
         train DIGITS --widths list.json
         prune DIGITS --out run
+        prune DIGITS --out run --dry-run
         prune DIGITS --out half => --resume half
         prune --resume empty
         prune --resume run
@@ -143,6 +152,13 @@ def meta():
 
 def linear():
     return nn.Linear(8, 2)
+
+class Buggy(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(1, 4, 3))
+
+    def forward(self, x):
+        return y
 
 number = 7
 
@@ -232,3 +248,11 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     kinds = {"UsageError": main._UsageError, "OSError": OSError}
     assert isinstance(error, kinds[kind]) if kind in kinds else type(error).__name__ == kind
     assert contents(here) == before  # refused before anything is written
+
+
+def test_a_folder_with_files_is_refused_before_the_network_is_built(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmcp.cli.session.open_checked", lambda *_: pytest.fail("the network was built first"))
+    assert command(*shlex.split(f"prune {DIGITS} --out run")) == 2
+    assert "run already holds files" in capfd.readouterr().err

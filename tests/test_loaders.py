@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import os
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import pytest
 import torch
 from folders import write_photos
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dmcp.data import images
@@ -290,6 +293,25 @@ def test_the_cache_is_whole_and_of_these_images(tmp_path: Path, monkeypatch: pyt
         file.unlink(missing_ok=True)
         with pytest.warns(UserWarning, match="cannot be kept there"):
             assert count() == 12 and {*cache.iterdir()} == {Path(f"{file}.lock")}
+
+
+def test_a_cache_of_pixels_that_were_not_turned_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As version 0.1 wrote it, with a hash of names, sizes and times alone."""
+    monkeypatch.setattr(storing, "CACHE", tmp_path / "cache")
+    photos(tmp_path)
+    part = load(tmp_path / "pets", size=8).train
+    expected = list(make_loader(part, 1, train=False))
+    (file,) = (tmp_path / "cache").glob("*.images")
+    hashed = hashlib.sha256()
+    for path in part.paths:
+        status = os.stat(path)
+        hashed.update(f"{path.removeprefix(part.root)}\0{(status.st_size, status.st_mtime_ns)}\0".encode())
+    with safe_open(file, "pt") as cache:
+        old_facts = cache.metadata() | {"digest": hashed.hexdigest()}
+        sizes = cache.get_tensor("sizes")
+        black = torch.zeros_like(cache.get_tensor("flat"))
+    save_file({"sizes": sizes, "flat": black}, file, old_facts)
+    assert same(expected, make_loader(load(tmp_path / "pets", size=8).train, 1, train=False))
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(0, 1), (64, 1), (2, 3)])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmcp
+from dmcp.errors import DmcpError
 from dmcp.models import build, names, rebuild, sample_shape
 
 
@@ -105,3 +106,13 @@ def test_names_that_are_refused(name: str, hint: str, tmp_path: Path, monkeypatc
     with pytest.raises(dmcp.DmcpError) as error:
         rebuild(name, (), classes=10)
     assert hint in str(error.value)
+
+
+def test_libraries_that_are_missing_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("timm", "ultralytics"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    with pytest.raises(DmcpError, match=r"\[timm\]"):
+        build("timm:resnet18")
+    monkeypatch.delitem(sys.modules, "dmcp.ultralytics", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"\[ultralytics\]"):
+        importlib.import_module("dmcp.ultralytics")

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dmcp.report import figures
 from dmcp.report.finish import finish
 from dmcp.report.html import make_page
 from dmcp.runs.reading import read_run
+from dmcp.runs.saved_search import load_search, save_search
 from dmcp.runs.writing import Run
 from dmcp.searching.sampling import expected
 
@@ -175,6 +177,26 @@ def test_all_figures_are_written_and_the_same_again(tmp_path: Path) -> None:
     for path, copy in zip(paths, again, strict=True):
         assert path.read_text().rstrip().endswith("</svg>") and path.read_bytes() == copy.read_bytes()
     assert dict(matplotlib.rcParams) == settings
+
+
+def test_the_costs_of_a_search_are_relative_to_the_budget_that_was_searched(tmp_path: Path) -> None:
+    """Also in the report of a network for another budget: the search ends in its band there, too."""
+    result = pruned_residual()[0].search
+    other = result.with_budget("params:80%")
+    drawn = []
+    for number, each in enumerate((result, other)):
+        cost, _ = figures.draw_all(each, expected(each), tmp_path / str(number))
+        drawn.append(cost.read_text())
+    title = f"Expected cost over the search for {result.budget.text}"
+    assert [title in text for text in drawn] == [False, True]
+    assert "params" not in drawn[1] and drawn[1].replace(title, "Expected cost over the search") == drawn[0]
+
+    run = Run(tmp_path / "run")
+    save_search(other, run.folder)
+    run.write("settings.json", {})
+    run.write("log.jsonl", "".join(f"{json.dumps({'stage': 'search'} | asdict(step))}\n" for step in result.log))
+    assert load_search(run.folder, result.graph).log_budget == result.budget
+    assert title in make_page([read_run(run.folder)])
 
 
 def test_a_matplotlibrc_does_not_run_latex() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,7 +28,7 @@ from dmcp.searching.subnets import make_chains
 from dmcp.settings import Retrain, TrainConfig, resolve_training
 from dmcp.training.loop import evaluate
 from dmcp.training.losses import classification_loss
-from dmcp.training.trained import UnusedNormsWarning, is_trained
+from dmcp.training.trained import UnusedNormsWarning, is_trained, probability_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.retraining.TeacherWarning")  # most of them know nothing here
 
@@ -197,6 +198,42 @@ def test_a_network_counts_as_trained_by_what_it_does(norm: bool, metric: Any) ->
             (model(x) - wanted).square().mean().backward()
             optimizer.step()
     assert is_trained(model, 0, batches, metric)
+
+
+def _small_classifier(seed: int, classes: int = 4) -> nn.Module:
+    torch.manual_seed(seed)
+    pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *pooled)
+
+
+@pytest.mark.parametrize("colors", [0.0, 1.0], ids=["noise", "classes of different colors"])
+def test_an_untrained_classifier_is_not_trained_by_luck(colors: float) -> None:
+    """Of 30 untrained networks, some are right on more than 36% of 64 images of four classes."""
+    luckiest = 0.0
+    for seed in range(30):
+        model = _small_classifier(seed)
+        labels = torch.randint(4, (64,))
+        x = torch.randn(64, 3, 8, 8) + colors * torch.randn(4, 3, 1, 1)[labels]
+        batches = [(x, labels)]
+        luckiest = max(luckiest, evaluate(model, batches))
+        assert not is_trained(model, 4, batches, None)
+    assert luckiest > 0.36
+
+
+def test_the_most_common_label_is_no_knowledge() -> None:
+    """A network that always gives one class is right on 80% where 80% of the labels are that class."""
+    model = _small_classifier(0)
+    model[-1].bias.data[2] += 100
+    labels = torch.tensor([2] * 80 + [0, 1, 3, 0] * 5)
+    batches = [(torch.randn(100, 3, 8, 8), labels)]
+    assert evaluate(model, batches) == pytest.approx(0.8)
+    assert not is_trained(model, 4, batches, None)
+
+
+@pytest.mark.parametrize(("right", "samples", "share"), [(25, 64, 0.25), (3, 5, 0.5), (10, 10, 0.1), (0, 4, 0.5)])
+def test_the_probability_of_right_answers_is_binomial(right: int, samples: int, share: float) -> None:
+    terms = [math.comb(samples, k) * share**k * (1 - share) ** (samples - k) for k in range(right, samples + 1)]
+    assert probability_of(right, samples, share) == pytest.approx(sum(terms))
 
 
 def test_a_network_that_was_trained_in_eval_mode_is_warned_of() -> None:

@@ -74,7 +74,12 @@ class Budget:
     @property
     def file_name(self) -> str:
         """The text as a part of a file's name: 50%-params-2M."""
-        return re.sub(r"[^\w%.]+", "-", self.text)
+        return file_name(self.text)
+
+
+def file_name(text: str) -> str:
+    """The text of a budget as a part of a file's name."""
+    return re.sub(r"[^\w%.]+", "-", text)
 
 
 @dataclass(frozen=True)

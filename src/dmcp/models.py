@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dmcp.errors import DmcpError
+from dmcp.installation import install_command
 
 if TYPE_CHECKING:
     from torch import nn
 
 _FETCHING = ("weights", "pretrained", "checkpoint")  # how arguments begin that make a library fetch or read weights
+_EXTRAS = {"timm": "timm", "ultralytics": "ultralytics"}  # that install libraries which networks come from
 _CURRENT_FOLDER = ""  # on sys.path
 _REGISTERED = re.compile(  # in the source of a library: @register_model, other decorators, def NAME
     r"""^@register_model(?:\((?:name=)?(?:"(?P<alias>[^"]+)")?\))?\n  # torchvision may give another name
@@ -188,6 +190,9 @@ def find(name: str) -> Callable[..., Any]:
     package, colon, rest = name.partition(":")
     if not colon:
         return _find_in_torchvision(name)
+    if package.endswith(".py"):
+        module = package.removesuffix(".py").strip("./").replace("/", ".")
+        raise DmcpError(f"{name} names a file: write the name of its module, {module}:{rest}.")
     if package == "timm":
         return _find_in_timm(rest)
     if package in NETS:
@@ -258,6 +263,10 @@ def imported(module: str, name: str) -> Any:
 def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module and module in _EXTRAS:
+            raise DmcpError(f"{module} is not installed: {install_command(_EXTRAS[module])}.") from error
+        raise DmcpError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
     except (Exception, SystemExit) as error:  # a script may leave by sys.exit
         raise DmcpError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
 

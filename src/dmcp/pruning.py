@@ -24,11 +24,12 @@ from dmcp.request import (
     Spec,
     choose_baselines,
     choose_teacher,
+    loaders_of_rows,
     read_request,
     resolve_settings,
     warn_of_teacher,
 )
-from dmcp.results import PruneResult, for_budget, measure_networks, unknown_scores
+from dmcp.results import PruneResult, measure_networks, unknown_scores
 from dmcp.retraining import (
     Retraining,
     TrainedNetworks,
@@ -96,6 +97,8 @@ def prune(
 ) -> PruneResult:
     """Search for widths within the budget, cut the model, train the result and test it. The model is not changed.
 
+    loader, val_loader: batches of (input, labels), or two data sets of Hugging Face with a column of images and one of
+        labels, whose batches are then made as those of image files are.
     budget: 0.5, "50%", "211M", "params:2M", "8ms" or "50%,params:2M". The default is that of the search settings, or
         else "50%". A list of budgets gives a network for each from a single search, at the budget of the search
         settings or else the middle one of the list; see `by_budget` of the result.
@@ -121,6 +124,8 @@ def prune(
     runtime: the engine, the checkpoints to resume from, and a function that receives the record of each step.
     """
     # What is asked for. Mistakes are refused here, before anything runs.
+    seed = train.seed if train is not None else TrainConfig.seed
+    loader, val_loader = loaders_of_rows(model, loader, val_loader, seed)
     request = read_request(
         model,
         loader,
@@ -520,7 +525,7 @@ def make_result(
             model=networks[job.row(job.method, name)].eval(),
             widths=planned.widths,
             graph=job.graph,
-            search=selection.search and for_budget(selection.search, budget),
+            search=selection.search and selection.search.for_budget(budget),
             rows=_rows_of_budget(job, name, rows),
             budget=budget,
             origin=origin,

@@ -6,17 +6,30 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from dmcp.arguments import checked
 from dmcp.budgets import Budget, choose_middle, read_budget
 from dmcp.compare.methods import Own, find_method
-from dmcp.errors import BudgetError, DmcpError, TrainingError
+from dmcp.data.images import LARGEST, typical_size
+from dmcp.data.rows import has_rows, make_row_loader, open_rows
+from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
+from dmcp.models import sample_shape
 from dmcp.retraining import Retraining, check_teacher_use, copy_of_teacher, is_model, warn_of_poor_teacher
 from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import FewBatches, Loader, device_of, length_of, size_of
 from dmcp.runtime.distributed import current
-from dmcp.settings import AUTO, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, has_choices_left, resolve
+from dmcp.settings import (
+    AUTO,
+    ResolvedSearchConfig,
+    Retrain,
+    SearchConfig,
+    TrainConfig,
+    default_batch,
+    has_choices_left,
+    resolve,
+)
 from dmcp.training.distillation import is_of_classes, warn_of_distillation
 from dmcp.training.loop import Task
 from dmcp.training.preflight import can_teach, classes_of
@@ -24,6 +37,7 @@ from dmcp.training.preflight import can_teach, classes_of
 Spec = int | float | str | Budget  # a budget as a user writes it
 
 DEFAULT_BUDGET = "50%"
+_PHOTO = 224  # side of what networks see of photographs
 _L2 = "l2"  # uniform widths and the channels with the largest norms, as baselines are cut where nothing is searched
 
 
@@ -118,6 +132,32 @@ def read_request(
         baselines_listed=not isinstance(baselines, bool),
         loaders=loader if isinstance(loader, Loaders) else Loaders(search=loader),
     )
+
+
+def loaders_of_rows(model: nn.Module, loader: Any, val_loader: Any, seed: int) -> tuple[Loader | Loaders, Loader]:
+    """Loaders in place of data sets with rows, as Hugging Face has them; loaders are returned as they are.
+
+    Their images have the size that the model states, or the size that most training images have, up to 256 px, or the
+    usual one.
+    """
+    if not has_rows(loader) and not has_rows(val_loader):
+        return loader, val_loader
+    if not has_rows(loader) or not has_rows(val_loader):
+        raise DataError("Either both loader and val_loader are data sets with rows, or both are loaders of batches.")
+
+    train = open_rows(loader, "loader")
+    test = open_rows(val_loader, "val_loader")
+    size, _ = typical_size(train.some_sizes())
+    if max(size) > LARGEST:
+        size = (_PHOTO, _PHOTO)
+    channels, height, width = sample_shape(model, (3, *size))
+    if channels == 3 and not classes_of(model, torch.zeros(2, 3, height, width, device=device_of(model))):
+        channels = 1  # a network that takes no colors may take grey images
+    train = replace(train, size=(height, width), channels=channels)
+    test = replace(test, size=(height, width), channels=channels)
+    batch, _ = default_batch(len(train), macs=0)
+    device = device_of(model)
+    return make_row_loader(train, batch, True, seed, device), make_row_loader(test, batch, False, seed, device)
 
 
 def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> list[Spec]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +22,6 @@ from dmcp.runs.records import (
     METRIC,
     LatencyOutcome,
     Row,
-    SearchRecord,
     StepRecord,
     pruned,
     score,
@@ -63,26 +62,6 @@ class PruneResult:
         results = list(self.by_budget.values()) or [self]
         latencies = [result.latency.text for result in results if result.latency is not None]
         return "\n".join([results_table(self.rows, self.graph, self.origin), *latencies])
-
-
-def for_budget(result: SearchResult, budget: Budget) -> SearchResult:
-    """The same search with its recorded costs as shares of another budget.
-
-    If the two budgets limit different kinds of cost, the costs of the steps are unknown, and the log is left empty.
-    """
-    searched = {limit.kind: limit.target for limit in result.budget.limits}
-    asked = {limit.kind: limit.target for limit in budget.limits}
-    if list(searched) != list(asked):
-        return replace(result, budget=budget, log=())
-    scales = [searched[kind] / asked[kind] for kind in searched]
-
-    log: list[SearchRecord] = []
-    for record in result.log:
-        ratios = record.ratios
-        if ratios:
-            ratios = tuple(ratio * scale for ratio, scale in zip(ratios, scales, strict=True))
-        log.append(replace(record, ratios=ratios))
-    return replace(result, budget=budget, log=tuple(log))
 
 
 # measuring

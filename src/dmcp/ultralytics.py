@@ -11,15 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from ultralytics.engine.model import Model
-from ultralytics.nn.modules import C2f
-from ultralytics.utils import LOGGER
-from ultralytics.utils.torch_utils import unset_deterministic
 
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.exporting.latency import Latency
 from dmcp.exporting.timing import Measure
 from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
+from dmcp.installation import install_command
 from dmcp.pruning import PruneJob, resumable, search_widths
 from dmcp.request import Loaders, Spec, read_specs
 from dmcp.runtime.progress import showing
@@ -29,6 +26,18 @@ from dmcp.tracing.trace import trace
 from dmcp.tracing.widths import Widths
 from dmcp.training.calibration import recalibrate
 from dmcp.training.loop import Runtime, Task
+
+try:
+    from ultralytics.engine.model import Model
+    from ultralytics.nn.modules import C2f
+    from ultralytics.utils import LOGGER
+    from ultralytics.utils.torch_utils import unset_deterministic
+except ModuleNotFoundError as error:
+    if not str(error.name).startswith("ultralytics"):
+        raise
+    raise ModuleNotFoundError(
+        f"Ultralytics is not installed: {install_command('ultralytics')}.", name=error.name
+    ) from None
 
 _PRUNED = "This YOLO is pruned: dmcp.ultralytics.train(yolo, ...) trains it, yolo.train(...) would build the full one."
 

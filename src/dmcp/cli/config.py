@@ -188,13 +188,12 @@ def make_config(request: Request) -> RunConfig:
 
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
     """The settings before options are set; network and data are not known yet, see `settle`."""
-    trained = bool(typed.get("weights"))
     if typed.get("recipe"):
-        return _of_recipe(command, typed, trained)
+        return _of_recipe(command, typed)
     retrain = Retrain.FINETUNE
     if command == "search":
         retrain = Retrain.NONE
-    if command == "train" and not trained:
+    if command == "train" and not typed.get("weights"):
         retrain = Retrain.SCRATCH
     if typed.get("retrain"):
         retrain = Retrain(typed["retrain"])
@@ -207,13 +206,11 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
     )
 
 
-def _of_recipe(command: str, typed: Mapping[str, Any], trained: bool) -> RunConfig:
-    """The settings of a recipe; a trained network needs no warm-up, but its channels sorted by norm."""
+def _of_recipe(command: str, typed: Mapping[str, Any]) -> RunConfig:
+    """The settings of a recipe."""
     config = replace(find_recipe(typed["recipe"]), command=command)
     if "model" in typed:
         config = replace(config, model_args=())
-    if trained and config.search is not None:
-        config = replace(config, search=replace(config.search, warmup=0.0, sort=True))
     if command == "search":
         config = replace(config, retrain=Retrain.NONE)
     return config
@@ -224,10 +221,17 @@ def settle(
 ) -> tuple[RunConfig, dict[str, str]]:
     """Choose the settings that nobody typed for the network and its data; and say why, by option.
 
-    Those that a recipe leaves out are not chosen: a recipe is the same for all networks and data.
+    Those that a recipe leaves out are not chosen: a recipe is the same for all networks and data. But a trained network
+    needs no warm-up, and its channels are sorted by norm.
     """
     if config.recipe:
-        search = None if config.search is None else settings.resolve_search(config.search)
+        search = config.search
+        if search is not None and trained and "warmup" not in typed:
+            search = replace(search, warmup=0.0)
+        if search is not None and trained and "sort" not in typed:
+            search = replace(search, sort=True)
+        if search is not None:
+            search = settings.resolve_search(search)
         return replace(config, search=search, train=settings.resolve_training(config.train)), {}
 
     batch, why_batch = settings.default_batch(images, macs)

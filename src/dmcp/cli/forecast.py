@@ -16,6 +16,7 @@ from dmcp.budgets import Budget, show_cost
 from dmcp.cli.config import Request
 from dmcp.cli.job import Job, open_checked, with_checked_budgets
 from dmcp.cli.output import describe_costs, describe_network, log, plain_costs, print_json
+from dmcp.cli.session import refuse_early, run_folder
 from dmcp.cutting import cut
 from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.exporting.timing import synchronize
@@ -52,6 +53,7 @@ class Stage(NamedTuple):
 def dry_run(config: RunConfig, request: Request) -> None:
     """Show what a run would do and how long it would take, from a few steps of copies."""
     check_method(config.method)
+    refuse_early(config, request, run_folder(config, request))
     job = with_checked_budgets(open_checked(config, request.typed))
     config = job.config
     graph = job.graph
@@ -205,7 +207,7 @@ def _planned(job: Job, budgets: Mapping[str, Budget]) -> PruneJob:
         teacher = None
         if config.retrain in (Retrain.FINETUNE, Retrain.SCRATCH):
             teacher = UNPRUNED
-            if config.weights:
+            if job.trained:
                 teacher = job.model
     baselines = set()
     if config.baselines:

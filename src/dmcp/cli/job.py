@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +21,11 @@ from dmcp.cli.config import GIVEN, settle
 from dmcp.cli.output import log
 from dmcp.cli.weights import load_weights
 from dmcp.cutting import with_frozen
-from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, split
+from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, split, unseen_classes
 from dmcp.data.folders import FolderSet, no_images, some_sizes
-from dmcp.data.loaders import make_loader
-from dmcp.errors import DataError, DmcpError
+from dmcp.data.images import LARGEST, typical_size
+from dmcp.data.loaders import fixed_order, make_loader
+from dmcp.errors import DataError, DmcpError, TraceError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.latency_limit import attach_latency
 from dmcp.feasibility import parse_budgets, reachable, time_networks
@@ -41,6 +44,7 @@ from dmcp.settings import (
     ResolvedSearchConfig,
     ResolvedTrainConfig,
     RuntimeKind,
+    default_batch,
     resolve_search,
     resolve_training,
 )
@@ -49,10 +53,14 @@ from dmcp.tracing.modules import kept_modes
 from dmcp.tracing.trace import trace
 from dmcp.training.losses import check_range, scores_of
 from dmcp.training.preflight import check_classifier, check_forward, classes_of
+from dmcp.training.trained import is_trained
 from dmcp.units import counted, show_shape
 
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
-_LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
+_OF_SHAPES = (RuntimeError, ValueError, AssertionError, IndexError)  # what a forward raises for inputs of other shapes
+_OWN_SHAPE = "the network's own, or usual"
+_NAMED = 5  # classes that a note names
+_TESTED = 512  # images that show whether given weights are trained
 _ENLARGED = 1.5  # times by which images may grow without a note
 Shape = tuple[int, ...]
 
@@ -70,6 +78,7 @@ class Job:
     notes: tuple[str, ...]  # a sentence each, about what the user may not expect
     teacher: nn.Module | None  # the model itself, or another network for the same classes
     new_head: bool  # the last layer of a trained model is fresh: the original is not tested
+    trained: bool  # whether the given weights are, by a test; a run that is resumed needs none
     config: RunConfig  # all settings; those that nobody typed are chosen for network and data
     reasons: Mapping[str, str]  # value and reason of each chosen setting, by option
 
@@ -143,12 +152,23 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
 
     # The network, with fresh weights, and the data that it takes.
     data = load(config.data)
+    if data.note:
+        notes.append(data.note)
     fresh = build(config, data.classes)
     sample, why_sample, image_size = sample_shape(config, fresh, data)
     if why_sample:
         config = replace(config, input=show_shape(sample))
         reasons["input"] = f"{show_shape(sample)}: {why_sample}"
+        is_mixed = isinstance(data.train, FolderSet) and len(set(some_sizes(data.train))) > 1
+        if is_mixed and sample[1:] == image_size:
+            notes.append(f"The images have several sizes; the network gets {show_shape(sample)}, {why_sample}.")
     data = sized(data, config.data, sample)
+    unseen = unseen_classes(data.train, data.test)
+    if unseen:
+        names = ", ".join(unseen[:_NAMED])
+        if len(unseen) > _NAMED:
+            names += ", ..."
+        notes.append(f"No training image has these classes of test images, so they cannot be learned: {names}.")
     check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if image_size else "")
 
     # The given weights, and the teacher's.
@@ -164,8 +184,10 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     train_set, held_out = data.train, None
     if config.holdout:
         train_set, held_out = split(data.train, config.holdout, config.seed)
+    trained = False
     if typed is not None:
-        trained = bool(config.weights and not new_head)
+        if config.weights and not new_head:
+            trained = _is_trained(config, model.to(device), data, graph, notes)
         config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained)
         reasons |= more_reasons
     loaders, test = _loaders(config, train_set, held_out, data, device)
@@ -186,6 +208,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
         notes=(*notes, *graph.notes),
         teacher=None if teacher is None else teacher.to(device),
         new_head=new_head,
+        trained=trained,
         config=config,
         reasons=reasons,
     )
@@ -264,26 +287,30 @@ def with_checked_budgets(job: Job, folder: str = "") -> Job:
 def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = None) -> tuple[Shape, str, Shape]:
     """Shape of a sample; of one that is chosen here, why, and height and width of the image files, if there are any.
 
-    For image files it is what the network states, their one size, or the usual one.
+    For image files it is what the network states, the size that most of them have, or the usual one.
     """
     if config.input:
         return shape(config.input), "", ()
     if data is None:
-        return models.sample_shape(model), "the network's own, or usual", ()
+        return models.sample_shape(model), _OWN_SHAPE, ()
     if isinstance(data.train, ArraySet):
         return data.train.shape, "", ()
     sizes = some_sizes(data.train)
-    median = sizes[(len(sizes) - 1) // 2] if sizes else ()
+    if not sizes:
+        return models.sample_shape(model), _OWN_SHAPE, ()
+    size, why_size = typical_size(sizes)
     chosen = models.sample_shape(model)
-    if len(set(sizes)) == 1 and max(sizes[0]) <= _LARGEST and not models.of_library(config.model):
+    why = _OWN_SHAPE
+    if max(size) <= LARGEST and not models.of_library(config.model):
         # Colour first; a network that takes no such images may take grey ones.
         for channels in (3, 1):
-            candidate = models.sample_shape(model, (channels, *sizes[0]))
+            candidate = models.sample_shape(model, (channels, *size))
             if classes_of(model, torch.zeros(2, *candidate)):
                 chosen = candidate
                 break
-    why = "the size of the images" if chosen[1:] == median else "the network's own, or usual"
-    return chosen, why, median
+    if chosen[1:] == size:
+        why = why_size
+    return chosen, why, size
 
 
 def place_of(config: RunConfig) -> torch.device:
@@ -336,6 +363,29 @@ def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool
     return teacher
 
 
+def _is_trained(config: RunConfig, model: nn.Module, data: DataSets, graph: ChannelGraph, notes: list[str]) -> bool:
+    """Whether the network with the given weights is trained, by some test images; a note says so if it is not."""
+    images = data.test.subset(fixed_order(len(data.test))[:_TESTED])
+    batch, _ = default_batch(len(data.train), graph.macs())
+    loader = make_loader(
+        images,
+        min(batch, len(images)),
+        train=False,
+        device=device_of(model),
+        workers=config.workers,
+        world=current(),
+        corrupt=config.corrupt,
+    )
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # `prune` tests it again, and warns
+        trained = is_trained(model, data.classes, loader, None)
+    if not trained:
+        notes.append(
+            f"{config.weights}: the network is hardly better than guessing on {counted(len(images), 'test image')}, so "
+            "it is treated as untrained."
+        )
+    return trained
+
+
 # the data
 
 
@@ -369,10 +419,20 @@ def check_fit(model: nn.Module, data: DataSets, hint: str = "") -> None:
             scores = scores_of(model.eval()(example))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, NotImplementedError) or not isinstance(error, _OF_SHAPES):
+            raise TraceError(f"The forward of the network fails: {reason} ({_line_of(error)}).") from error
         raise DataError(f"The network cannot take images of {show_shape(data.shape)}{hint}: {reason}") from error
     if scores is not None and scores.ndim >= 2:
         for part in (data.train, data.test):
             check_range(part.labels, scores.shape[1])
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the user's own code that an error went through."""
+    library = os.path.dirname(torch.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if not frame.filename.startswith(library)]
+    return f"{own_frames[-1].filename}, line {own_frames[-1].lineno}"
 
 
 def _loaders(

@@ -471,21 +471,24 @@ def latency(
 def export(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file. Default: model.onnx in the run.")] = None,
+    budget: Annotated[
+        str, typer.Option(help="Budget, of several, whose network is exported. Default: all, each in its own folder.")
+    ] = "",
     int8: Annotated[bool, typer.Option("--int8", help="Quantize to 8 bits (model.int8.onnx).")] = False,
     model: RunModel = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the network of a run, and check that the file gives the same outputs.
+    """Export the network of a run, or of each of its budgets, and check that the file gives the same outputs.
 
     \b
     Examples:
       dmcp export runs/resnet18-photos-prune
       dmcp export runs/resnet18-photos-prune --out photos.pt2
       dmcp export runs/resnet18-photos-prune --int8
+      dmcp export runs/resnet18-photos-prune --budget 50%
     """
-    target = out or run / ("model.int8.onnx" if int8 else "model.onnx")
-    _late("show").export(run, target, int8, model, quiet, as_json)
+    _late("show").export(run, out, budget, int8, model, quiet, as_json)
 
 
 @app.command(cls=Grouped)

@@ -75,8 +75,6 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
     """
     resumes = bool(request.resume)
     folder = run_folder(config, request)
-    if config.track:
-        read_kinds(config.track)  # refuses what is not installed
     world = join(config.device)
     has_begun = False
     try:
@@ -85,13 +83,13 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
             undo.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", DivergenceWarning)  # the command says it at its end
 
-            # Network and data; until they are known to fit, nothing is written.
+            # What is known to be wrong at once; then network and data. Until they are known to fit, nothing is written.
+            if world.first:
+                refuse_early(config, request, folder)
             if resumes:
                 check_data_is_here(folder, config)
             settings_are_known = resumes or config.command == "compare"
             job = open_checked(config, None if settings_are_known else request.typed)
-            if world.first and not resumes:
-                refuse_taken(folder)  # before anything is measured
             job = check(job)
 
             # The folder: rank 0 takes it, and writes into it.
@@ -125,6 +123,13 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
         raise kind(f"{error} Go on with: {_resuming_command(config, folder)}") from error
     finally:
         leave()
+
+
+def refuse_early(config: RunConfig, request: Request, folder: Path) -> None:
+    """Refuse what a run would not begin with: a service that cannot track it, and a folder that holds files."""
+    read_kinds(config.track)
+    if not request.resume:
+        refuse_taken(folder)
 
 
 def run_folder(config: RunConfig, request: Request) -> Path:
@@ -205,6 +210,7 @@ def _begin(run: Run, job: Job) -> None:
     facts = {
         "classes": job.data.classes,
         "shape": list(job.data.shape),
+        "sources": list(job.data.sources),
         "unpruned": {"macs": graph.macs(), "params": graph.params(), "widths": dict(graph.full)},
         STARTS: _start(run, job),
         "argv": sys.argv,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmcp.budgets import file_name
 from dmcp.cli.config import check_typed, read_config
 from dmcp.cli.job import build, open_job, place_of, sample_shape, sized, trace_job
 from dmcp.cli.output import (
@@ -35,7 +36,7 @@ from dmcp.report.html import make_page
 from dmcp.results import measure_networks, results_table
 from dmcp.runs.config import RunConfig
 from dmcp.runs.files import EXPORTED, INPUT, SEARCH_FILE, WIDTHS, read_json
-from dmcp.runs.reading import read_overview, read_runs, read_widths
+from dmcp.runs.reading import budgets_of, read_overview, read_runs, read_widths
 from dmcp.runs.records import Row, score
 from dmcp.runs.saved_search import load_search
 from dmcp.runs.storage import load
@@ -154,6 +155,8 @@ def _describe_data(name: str, facts: dict[str, Any]) -> Iterator[str]:
     unreadable = [f"{broken['file']}: {broken['reason']}" for broken in facts["broken"]]
     duplicates = [f"{pair['train']} = {pair['test']}" for pair in facts["in_both"]]
     yield from _describe_list("Classes without images", facts["wrong_classes"])
+    if facts["unseen_classes"]:
+        yield from _describe_list("Test classes without training images", facts["unseen_classes"])
     yield from _describe_list("Files that cannot be read", unreadable)
     yield from _describe_list("Images in both sets", duplicates)
 
@@ -290,8 +293,45 @@ def _recorded_row(run: Path, row: Row) -> Row | None:
 # exported files
 
 
-def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: bool) -> None:
-    """Run `dmcp export`: write the pruned network as a file, and time it beside the unpruned one.
+def export(run: Path, out: Path | None, budget: str, int8: bool, model: str, quiet: bool, as_json: bool) -> None:
+    """Run `dmcp export`: write the pruned network as a file, of several budgets each one or that of `budget`."""
+    name = "model.onnx"
+    if int8:
+        name = "model.int8.onnx"
+    folders = budgets_of(run)
+    if budget:
+        folders = [_folder_of_budget(run, folders, budget)]
+    if len(folders) < 2:
+        run = (folders or [run])[0]
+        facts = _export_network(run, out or run / name, int8, model, quiet or as_json, prints=not as_json)
+        if as_json:
+            print_json(facts)
+        return
+
+    by_budget = {}
+    for folder in folders:
+        target = folder / name
+        if out is not None:
+            target = out.with_name(f"{out.stem}-{folder.name}{out.suffix}")
+        by_budget[folder.name] = _export_network(folder, target, int8, model, quiet or as_json, prints=not as_json)
+        if not as_json:
+            print()
+    if as_json:
+        print_json({"folder": str(run), "budgets": by_budget})
+
+
+def _folder_of_budget(run: Path, folders: Sequence[Path], budget: str) -> Path:
+    """The folder of one of several budgets, which is given as it was typed or as the folder is named."""
+    names = {folder.name: folder for folder in folders}
+    name = file_name(budget)
+    if name not in names:
+        existing = ", ".join(names) or "only one network"
+        raise FileError(f"{run} has no network for the budget {budget!r}. It has {existing}.")
+    return names[name]
+
+
+def _export_network(run: Path, out: Path, int8: bool, model: str, is_quiet: bool, prints: bool) -> dict[str, Any]:
+    """Write the pruned network of one run as a file, and time it beside the unpruned one; what came out, as plain data.
 
     A file with 8 bits is made from one with 32, which is tested and timed, too.
     """
@@ -309,7 +349,7 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
     preprocessing = read_json(run / INPUT)
     example = torch.zeros(1, *shape)
 
-    shown = progress.showing(not (quiet or as_json))
+    shown = progress.showing(not is_quiet)
     steps = 2 + int8
     with tempfile.TemporaryDirectory() as folder, shown, progress.phase("export", steps) as update:
         # The pruned network.
@@ -344,12 +384,11 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
 
     if out.parent == run and "unpruned" in measured:
         _record_times(run, out.name, exported.runtime, measured)
-    if as_json:
-        facts = result_facts(run, graph, widths)
-        facts |= {"file": str(out), "runtime": exported.runtime, "difference": exported.difference}
-        facts |= {"preprocessing": preprocessing, "files": measured}
-        print_json(facts)
-        return
+    facts = result_facts(run, graph, widths)
+    facts |= {"file": str(out), "runtime": exported.runtime, "difference": exported.difference}
+    facts |= {"preprocessing": preprocessing, "files": measured}
+    if not prints:
+        return facts
     scale = "of the largest one"
     if int8:
         scale = "of the outputs (root mean square)"
@@ -360,6 +399,7 @@ def export(run: Path, out: Path, int8: bool, model: str, quiet: bool, as_json: b
         print("no preprocessing is in the file\n")
     print(_files_table(measured))
     print(f"ms: one sample in {exported.runtime}, on one thread of this machine's CPU")
+    return facts
 
 
 def _int8_loaders(config: RunConfig) -> tuple[Loader, Loader]:

@@ -21,6 +21,7 @@ from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Probl
 from dmcp.compare.ranking import L1Config, SlimmingConfig, find_l1, find_slimming, prepare_slimming
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.exporting.export import blaming
+from dmcp.installation import project_address
 from dmcp.models import imported
 from dmcp.runs.records import DMCP, UNIFORM
 from dmcp.runtime.batches import generator, input_of, size_of
@@ -285,10 +286,28 @@ METHODS: dict[str, Method] = {
 }
 
 
+_IN_EXPERIMENTS = {  # methods that are not in the package, as they are typed in a clone
+    "amc": "experiments.methods.amc:amc",
+    "direct": "experiments.methods.direct:direct",
+    "fpgm": "experiments.methods.soft:fpgm",
+    "metapruning": "experiments.methods.metapruning:metapruning",
+    "sfp": "experiments.methods.soft:sfp",
+    "torch-pruning": "experiments.methods.peer:torch_pruning",
+    "torch_pruning": "experiments.methods.peer:torch_pruning",
+}
+
+
 def find_method(name: str) -> Method:
     """The method with this name: one of ours, or the user's own, which is imported."""
     if name in METHODS:
         return METHODS[name]
+    if name in _IN_EXPERIMENTS:
+        address = project_address()
+        clone = f"a clone of {address}" if address else "a clone of torch-dmcp"
+        raise DmcpError(
+            f"{name!r} is not in the package, but in the folder experiments of {clone}: type "
+            f"{_IN_EXPERIMENTS[name]} in the root of the clone."
+        )
     if ":" not in name:
         raise DmcpError(f"{name!r} is not a method. Use one of {', '.join(METHODS)}, or package.module:NAME.")
     method = imported(*name.split(":", 1))

@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmcp.data.folders import PARTS, FolderSet, list_part, wrong_classes
+from dmcp.data.folders import PARTS, SPLIT, FolderSet, list_part, split_files, wrong_classes
 from dmcp.data.images import SCALES, Broken, Size, before_crop, inspect_files
+from dmcp.data.tables import read_table
 from dmcp.errors import DataError, FileError
 from dmcp.runtime.batches import core_count, generator
 from dmcp.runtime.io import check_inflated, plain_file_size, quote, zip_sizes
+from dmcp.units import counted
 
 BUILT_IN = ("digits", "cifar10", "cifar100")
 _DIGITS_TEST = 382  # images of the last three writers
@@ -75,6 +77,7 @@ class DataSets:
     classes: int
     shape: tuple[int, ...]  # of one image: channels, height, width
     sources: tuple[str, str] = ("", "")  # where training and test images come from, in words
+    note: str = ""  # a sentence about a split that was made here
 
 
 # opening a data set
@@ -87,13 +90,15 @@ def load(
     download: bool = False,
     strict: bool = True,
 ) -> DataSets:
-    """Open a data set: `digits`, `cifar10`, `cifar100`, or a folder.
+    """Open a data set: `digits`, `cifar10`, `cifar100`, a folder, or a table of image files.
 
     A folder holds `train-*.npz` and `test-*.npz` with `images` (N, H, W, C) uint8 and `labels` (N,), or `train/` and
-    `val/` with one folder of image files per class. Image files are cropped to `size`: the side of a square, or height
-    and width. The CIFAR sets are shards in the folder of their name in `root`, or what torchvision keeps in `root` and
-    fetches with `download`. With strict=False, classes of image files may be empty, or in only one of `train/` and
-    `val/`.
+    `val/` with one folder of image files per class, or only folders of classes, which are split with a fixed seed. A
+    table is a .csv file with columns `image`, `label` and perhaps `split` (train or val).
+
+    Image files are cropped to `size`: the side of a square, or height and width. The CIFAR sets are shards in the
+    folder of their name in `root`, or what torchvision keeps in `root` and fetches with `download`. With strict=False,
+    classes of image files may be empty, or in only one of `train/` and `val/`.
     """
     if str(name) == "digits":
         return _digits()
@@ -105,32 +110,60 @@ def load(
         return _cifar(str(name), Path(root), download)
 
     path = Path(name)
+    sides = size if isinstance(size, tuple) else (size, size)
+    if path.suffix.lower() == ".csv" and path.exists():
+        return _table(path, sides)
     if not path.exists():
         neighbors = [str(neighbor) for neighbor in path.parent.glob("*") if neighbor.is_dir()]
         near = difflib.get_close_matches(str(name).lower(), [*BUILT_IN, *neighbors], n=1)
         hint = ""
         if near:
             hint = f" Did you mean {near[0]}?"
-        raise DataError(f"{str(name)!r} is not a folder or a built-in data set ({', '.join(BUILT_IN)}).{hint}")
+        raise DataError(
+            f"{str(name)!r} is not a folder, a .csv file or a built-in data set ({', '.join(BUILT_IN)}).{hint}"
+        )
     if list(path.glob("*.npz")):
         return _shards(path)
-    sides = size if isinstance(size, tuple) else (size, size)
     return _folder(path, sides, strict)
 
 
 def _folder(path: Path, size: Size, strict: bool) -> DataSets:
-    """A folder with `train/` and `val/`; if strict, both must have the same classes, none of them empty."""
-    train, test = (list_part(path, part, size) for part in PARTS)
+    """A folder with `train/` and `val/`, or with classes alone, which are split.
+
+    If strict, both parts must have the same classes, none of them empty.
+    """
+    is_split = any((path / part).is_dir() for part in PARTS)
+    note = ""
+    if is_split:
+        train, test = (list_part(path, part, size) for part in PARTS)
+    else:
+        files = list_part(path, "", size)
+        train, test = split_files(files)
+        note = f"{path} has no train/ and val/: its {counted(len(files), 'image')} are {SPLIT}."
     if strict:
         folders = wrong_classes(train, test)
         if folders:
-            raise DataError(
-                f"{path}: each class needs images in train/ and val/. None are in {', '.join(folders[:3])}."
-            )
+            needs = "images in train/ and val/"
+            if not is_split:
+                needs = "at least two images, one for training and one for the test"
+            raise DataError(f"{path}: each class needs {needs}. Too few are in {', '.join(folders[:3])}.")
         if train.classes < 2:
             raise DataError(f"{path}: at least two classes are needed.")
     sources = (str(path / PARTS[0]), str(path / PARTS[1]))
-    return DataSets(train, test, train.classes, train.shape, sources)
+    if not is_split:
+        sources = (str(path), f"{path}, {SPLIT}")
+    return DataSets(train, test, train.classes, train.shape, sources, note)
+
+
+def _table(path: Path, size: Size) -> DataSets:
+    """The image files that a table lists; without a column `split` they are split here."""
+    parts = read_table(path, size)
+    if len(parts) == 1:
+        train, test = split_files(parts[0])
+        note = f"{path} has no column split: its {counted(len(parts[0]), 'image')} are {SPLIT}."
+        return DataSets(train, test, train.classes, train.shape, (str(path), f"{path}, {SPLIT}"), note)
+    train, test = parts
+    return DataSets(train, test, train.classes, train.shape, (str(path), str(path)))
 
 
 def _digits() -> DataSets:
@@ -303,7 +336,7 @@ def check_data(data: DataSets, on_file: Callable[[int], None] = lambda count: No
             on_file(count)
         sizes.sort(key=lambda size: (size[0] * size[1], size))  # by area
         enlarged = sum(height < train.size[0] or width < train.size[1] for height, width in sizes)
-        empty_classes = wrong_classes(train, test)
+        empty_classes = sorted(set(wrong_classes(train, test)))
 
     typical_sizes = {}
     if sizes:
@@ -318,8 +351,17 @@ def check_data(data: DataSets, on_file: Callable[[int], None] = lambda count: No
         "enlarged": enlarged,
         "broken": [file._asdict() for file in broken],
         "wrong_classes": empty_classes,
+        "unseen_classes": unseen_classes(train, test),
         "in_both": [{"train": first, "test": second} for first, second in images_in_both(train, test)],
     }
+
+
+def unseen_classes(train: DataSet, test: DataSet) -> list[str]:
+    """Return the classes of test images that no training image has, by name or number."""
+    unseen = sorted(set(test.labels.tolist()) - set(train.labels.tolist()))
+    if isinstance(test, FolderSet) and test.names:
+        return [test.names[label] for label in unseen]
+    return [str(label) for label in unseen]
 
 
 def images_in_both(train: DataSet, test: DataSet) -> list[tuple[str, str]]:

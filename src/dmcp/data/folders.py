@@ -1,4 +1,4 @@
-"""Folders of image files, one for each class: what they list, and which files are broken."""
+"""Image files that folders or a table list: their labels, how they are split, and which files are broken."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dmcp.data.images import ENDINGS, Broken, Size, inspect_files
 from dmcp.errors import DataError
+from dmcp.runtime.batches import generator
 
 PARTS = ("train", "val")
-_SAMPLED = 9  # files whose sizes `some_sizes` tells
+_SAMPLED = 99  # files whose sizes `some_sizes` tells
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class FolderSet:
     root: str = ""  # folder that `train/` and `val/` are in
     whole: tuple[str, ...] = ()  # all paths of the part that these are taken from; empty: these are all
     channels: int = 3  # or 1: grey
+    part: str = ""  # what these files are of the data set: "train", "val"
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -49,7 +51,10 @@ class FolderSet:
 
 
 def list_part(root: Path, part: str, size: Size) -> FolderSet:
-    """List the files of `train/` or `val/` in the order of torchvision, but without hidden ones."""
+    """List the files of `train/` or `val/` in the order of torchvision, but without hidden ones.
+
+    Without a part the folder itself has the classes.
+    """
     folder = root / part
     paths: list[str] = []
     labels: list[int] = []
@@ -63,9 +68,10 @@ def list_part(root: Path, part: str, size: Size) -> FolderSet:
                 paths += [os.path.join(subfolder, file) for file in sorted(files)]
                 labels += [label] * len(files)
     except OSError as error:
-        needs = "needs train/ and val/ with one folder of images per class, or train-*.npz and test-*.npz"
+        needs = "needs one folder of images per class, alone or in train/ and val/, or train-*.npz and test-*.npz"
         raise DataError(f"{root} {needs} ({str(error).splitlines()[0]}).") from error
-    return FolderSet(tuple(paths), torch.tensor(labels, dtype=torch.int64), len(names), size, names, str(root))
+    numbers = torch.tensor(labels, dtype=torch.int64)
+    return FolderSet(tuple(paths), numbers, len(names), size, names, str(root), part=part)
 
 
 def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
@@ -87,13 +93,54 @@ def _refuse_loop(link: str, folder: Path) -> None:
             raise DataError(f"{link} links to a folder that contains it. Remove this link.")
 
 
+# one set of files that becomes two
+
+_TEST_SHARE = 0.2
+_SPLIT_SEED = 0  # the same for all runs: their results are of the same test images
+SPLIT = f"split at random with the fixed seed {_SPLIT_SEED}: {_TEST_SHARE:.0%} of each class for the test"
+
+
+def split_files(files: FolderSet) -> tuple[FolderSet, FolderSet]:
+    """Split files into those for training and for the test: of each class the same share, at least one for each.
+
+    The split is a function of the names of the files, whatever their order was.
+    """
+    order = torch.randperm(len(files), generator=generator(_SPLIT_SEED))
+    ranks = sorted(range(len(files)), key=lambda index: files.paths[index])
+    shuffled = torch.tensor(ranks, dtype=torch.int64)[order]
+    is_test = torch.zeros(len(files), dtype=torch.bool)
+    for label in range(files.classes):
+        of_label = shuffled[files.labels[shuffled] == label]
+        count = max(1, round(_TEST_SHARE * len(of_label)))
+        if len(of_label) > 1:  # a single image is for training
+            is_test[of_label[:count]] = True
+    return _taken(files, ~is_test, "train"), _taken(files, is_test, "val")
+
+
+def _taken(files: FolderSet, chosen: Tensor, part: str) -> FolderSet:
+    """Take some of the files as a part of its own."""
+    name = f"{files.part} {part}".strip()
+    return replace(files.subset(chosen.nonzero().flatten()), whole=(), part=name)
+
+
+# what is wrong with them
+
+
 def wrong_classes(train: FolderSet, test: FolderSet) -> list[str]:
-    """Return the folders of classes in train/ and val/ that hold no images or do not exist."""
+    """Return the folders of classes in train/ and val/ that hold no images or do not exist.
+
+    In a folder of classes alone, these are the ones with fewer than two images, since both parts need one.
+    """
     names = {*train.names, *test.names}
     folders: list[str] = []
     for part, files in zip(PARTS, (train, test), strict=True):
+        if files.part != part:
+            continue  # a table lists them: it has no folders of classes
+        top = os.path.join(files.root, part)
+        if not os.path.isdir(top):
+            top = files.root
         with_images = {files.names[label] for label in set(files.labels.tolist())}
-        folders += [os.path.join(files.root, part, name) for name in sorted(names - with_images)]
+        folders += [os.path.join(top, name) for name in sorted(names - with_images)]
     return folders
 
 

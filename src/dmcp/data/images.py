@@ -8,6 +8,7 @@ import io
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -31,14 +32,40 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".w
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 _MAX_RATIO = 200  # between the sides of an image
 
+# how images are turned that were taken with a turned or mirrored camera, by the value of EXIF's tag
+_ORIENTATION = 0x0112
+LARGEST = 256  # side of images whose size is the default input of the user's networks; larger ones are photographs
+_TURNS = {
+    2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
+    3: PIL.Image.Transpose.ROTATE_180,
+    4: PIL.Image.Transpose.FLIP_TOP_BOTTOM,
+    5: PIL.Image.Transpose.TRANSPOSE,
+    6: PIL.Image.Transpose.ROTATE_270,
+    7: PIL.Image.Transpose.TRANSVERSE,
+    8: PIL.Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)  # these swap height and width
+
+
+def typical_size(sizes: Sequence[Size]) -> tuple[Size, str]:
+    """The size that most images have, or else their median height and width; and why, in words."""
+    size, count = Counter(sizes).most_common(1)[0]
+    if count == len(sizes):
+        return size, "the size of the images"
+    if 2 * count > len(sizes):
+        return size, f"the size of {count / len(sizes):.0%} of the images"
+    height, width = (sorted(side)[(len(sizes) - 1) // 2] for side in zip(*sizes, strict=True))
+    return (height, width), "the median height and width of the images"
+
+
 # reading with PIL
 
 
 def decode(path: str) -> Image:
-    """Read an image file as RGB."""
+    """Read an image file as RGB, turned as its EXIF says."""
     try:
         with _open(path) as image:
-            return as_rgb(image)
+            return as_upright_rgb(image)
     except Exception as error:  # PIL raises many kinds for a broken file
         raise DataError(
             f"{path} cannot be read as an image ({quote(error)}). Use --corrupt skip, "
@@ -54,6 +81,26 @@ def _open(path: str) -> Image:
         image.close()
         raise ValueError(f"one side is more than {_MAX_RATIO} times the other: resizing it would take gigabytes")
     return image
+
+
+def _orientation(image: Image) -> int:
+    """Return how EXIF or XMP says that an image is to be turned; 1 is upright, and so is what cannot be understood."""
+    if image.format == "TIFF":
+        return 1  # PIL turns it
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1  # PIL would decode all pixels to look behind them
+    with contextlib.suppress(Exception):  # PIL raises many kinds for damaged tags, which are no reason to lose an image
+        return int(image.getexif().get(_ORIENTATION, 1))
+    return 1
+
+
+def as_upright_rgb(image: Image) -> Image:
+    """Convert an image to RGB, turned as its EXIF says."""
+    rgb = as_rgb(image)
+    orientation = _orientation(image)
+    if orientation in _TURNS:
+        rgb = rgb.transpose(_TURNS[orientation])
+    return rgb
 
 
 def as_rgb(image: Image) -> Image:
@@ -85,6 +132,8 @@ def _inspect(path: str, whole: bool) -> Size | Broken:
         with _open(path) as image:
             if whole:
                 as_rgb(image)
+            if _orientation(image) in _SIDEWAYS:
+                return image.width, image.height
             return image.height, image.width
     except Exception as error:  # PIL raises many kinds for a broken file
         return Broken(path, quote(error) or type(error).__name__)
@@ -98,6 +147,8 @@ _UNDECODABLE = (RuntimeError, AttributeError)  # the file is refused, or this to
 _JPEG_BEGIN = b"\xff\xd8"
 _JPEG_END = b"\xff\xd9"
 _FRAME_MARKERS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
+_SCAN_MARKER = 0xDA  # the pixels begin
+_TAGS_MARKER = 0xE1  # EXIF or XMP
 _ADOBE_MARKER = 0xEE
 
 
@@ -114,7 +165,7 @@ def read_pixels(path: str) -> Array:
 
 
 def read_jpeg(path: str) -> Tensor | None:
-    """Read the bytes of a complete JPEG file that is grey or YCbCr with 8 bits; None for any other file.
+    """Read the bytes of a complete, upright JPEG file that is grey or YCbCr with 8 bits; None for any other file.
 
     Only of such files torchvision is known to give the pixels that PIL gives.
     """
@@ -122,18 +173,30 @@ def read_jpeg(path: str) -> Tensor | None:
     if data is None or not data.startswith(_JPEG_BEGIN) or not data.endswith(_JPEG_END):
         return None
 
+    is_plain = False
+    has_tags = False
     position = 2  # of the next segment
     while position + 19 < len(data) and data[position] == 0xFF:
         marker, length = struct.unpack_from(">BH", data, position + 1)
-        if marker in _FRAME_MARKERS:
-            is_plain = _is_plain_frame(*struct.unpack_from(">BHHBB", data, position + 4))
-            if not is_plain:
+        if marker == _SCAN_MARKER:
+            if not is_plain or (has_tags and not _is_upright(data)):
                 return None
             return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if marker in _FRAME_MARKERS:
+            is_plain = _is_plain_frame(*struct.unpack_from(">BHHBB", data, position + 4))
+        if marker == _TAGS_MARKER:
+            has_tags = True
         if marker == _ADOBE_MARKER and data[position + 15] != 1:  # its colors are not YCbCr
             return None
         position += 2 + length
     return None
+
+
+def _is_upright(data: bytes) -> bool:
+    """Return True if the tags of a JPEG file do not say that it is to be turned."""
+    with contextlib.suppress(Exception), PIL.Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+        return _orientation(image) not in _TURNS
+    return False
 
 
 def _read_regular_file(path: str) -> bytes | None:

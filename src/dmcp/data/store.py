@@ -29,6 +29,7 @@ from dmcp.runtime.progress import phase
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dmcp")
 SHARE = 0.25  # of the memory of host and device that the images of train/ or val/ may take
+_DECODING = b"turned by EXIF"  # how files become pixels: caches of another way are made again
 _LOOKED_AT = 100  # images whose sizes tell how much memory all will take
 _STORES: weakref.WeakValueDictionary[tuple[Path, str], Store] = weakref.WeakValueDictionary()
 
@@ -81,7 +82,7 @@ def open_store(dataset: FolderSet, train: bool, device: torch.device, workers: i
         return None
 
     # The file is named after folder, part and size; the digest shows whether it holds the images of today.
-    part = os.path.relpath(paths[0], dataset.root).split(os.sep)[0]
+    part = dataset.part
     name = hashlib.sha256(os.fsencode(f"{os.path.abspath(dataset.root)} {part} {least}")).hexdigest()[:16]
     file = CACHE / f"{name}.images"
     digest = _digest_of_files(paths, dataset.root)
@@ -120,8 +121,8 @@ def _memory(device: torch.device) -> int:
 
 
 def _digest_of_files(paths: Sequence[str], root: str) -> str:
-    """Hash the names, sizes and times of image files."""
-    digest = hashlib.sha256()
+    """Hash the names, sizes and times of image files, and how they are decoded."""
+    digest = hashlib.sha256(_DECODING)
     for path in paths:
         state = None
         if os.path.exists(path):

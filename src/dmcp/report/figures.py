@@ -109,8 +109,12 @@ class SpaceWidth(NamedTuple):
 def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str]) -> list[Path]:
     """Write every figure of a search and its chosen widths as SVG; returns the files, in order."""
     graph = result.graph
-    limits = [f"{NAMES[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in result.budget.limits]
-    cost = cost_over_time(result.log, limits, result.tolerance)
+    searched = result.log_budget
+    limits = [f"{NAMES[limit.kind]}, budget {amount(limit.kind, limit.target)}" for limit in searched.limits]
+    other_budget = ""
+    if searched != result.budget:
+        other_budget = searched.text
+    cost = cost_over_time(result.log, limits, result.tolerance, other_budget)
 
     spaces = []
     for space, expected in zip(graph.spaces, expected_widths(result).tolist(), strict=True):
@@ -123,8 +127,16 @@ def draw_all(result: SearchResult, widths: Widths, folder: str | os.PathLike[str
 
 
 @_style()
-def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None) -> Figure:
-    """Expected cost over target of each limit, and the band in which the budget loss is zero."""
+def cost_over_time(
+    log: Sequence[SearchRecord], names: Sequence[str], tolerance: float | None, searched: str = ""
+) -> Figure:
+    """Expected cost over target of each limit, and the band in which the budget loss is zero.
+
+    searched: the budget that was searched, if the network is for another one.
+    """
+    title = "Expected cost over the search"
+    if searched:
+        title += f" for {searched}"
     steps = []
     ratios = []
     for record in log:
@@ -138,7 +150,7 @@ def cost_over_time(log: Sequence[SearchRecord], names: Sequence[str], tolerance:
         axes.axvspan(0, steps[0], color=GREY, alpha=0.2, lw=0, label="warm-up: weights only")
     for number, name in enumerate(names):
         _curve(axes, steps, [limits[number] for limits in ratios], name, number)
-    axes.set(title="Expected cost over the search", xlabel="search step", ylabel="expected cost over the budget")
+    axes.set(title=title, xlabel="search step", ylabel="expected cost over the budget")
     last_step = 0
     if log:
         last_step = log[-1].step

@@ -118,8 +118,12 @@ def _report(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path
     if result.latency is not None:
         lines.append(f"- {result.latency.text}")
     if result.search is not None:
-        shares = " and ".join(f"{share:.1%}" for share in expected_shares(result.search))
-        lines.append(f"- expected cost at the end of the search, before sampling: {shares} of the budget")
+        searched = result.search.log_budget
+        shares = " and ".join(f"{share:.1%}" for share in expected_shares(result.search.for_budget(searched)))
+        of_budget = "the budget"
+        if searched != budget:
+            of_budget = f"the budget {searched.text}, which was searched"
+        lines.append(f"- expected cost at the end of the search, before sampling: {shares} of {of_budget}")
 
     if result.latency is not None and result.latency.warning:
         lines.append(f"- **{result.latency.warning}**")

@@ -270,10 +270,10 @@ def _charts(run: PastRun) -> list[Figure]:
     charts = []
     limits = min((len(step.ratios) for step in run.search if step.ratios), default=0)
     if limits:
-        names = [NAMES.get(kind, make_printable(kind)) for kind in run.targets]
+        names = [NAMES.get(kind, make_printable(kind)) for kind in run.searched_kinds]
         if len(names) != limits:
             names = [f"limit {number}" for number in range(1, limits + 1)]
-        charts.append(figures.cost_over_time(run.search, names, _tolerance(run)))
+        charts.append(figures.cost_over_time(run.search, names, _tolerance(run), run.searched))
 
     curves = _search_losses(run)
     if curves:

@@ -61,7 +61,8 @@ class RunConfig:
     )
     data: str = setting(
         "",
-        "Data set: digits, cifar10, cifar100, a folder with train/ and val/, or a folder of .npz shards.",
+        "Data set: digits, cifar10, cifar100, a folder of classes (alone or in train/ and val/), a .csv file with "
+        "columns image and label, or a folder of .npz shards.",
         group=_MODEL_AND_DATA,
     )
     input: str = setting(

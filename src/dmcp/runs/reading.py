@@ -61,6 +61,8 @@ class PastRun:
     training: Mapping[str, tuple[StepRecord, ...]] = field(default_factory=dict)  # by network
     rows: tuple[Row, ...] = ()  # networks that were tested
     targets: Mapping[str, int] = field(default_factory=dict)  # of the budget, by kind
+    searched: str = ""  # the budget that was searched, if it is another one
+    searched_kinds: tuple[str, ...] = ()  # of its limits
     expected: Mapping[str, float] = field(default_factory=dict)  # width of each space at the end of the search
     widths: Mapping[str, int] = field(default_factory=dict)
     latency: LatencyOutcome | None = None
@@ -187,7 +189,13 @@ def read_run(folder: Path) -> PastRun:
         summary = read_summary(folder)
     except Exception as error:  # a file may hold anything
         return replace(run, problems=(_describe_problem(folder, SEARCH_FILE, error),))
-    return replace(run, targets=summary.targets, expected=summary.expected)
+    return replace(
+        run,
+        targets=summary.targets,
+        expected=summary.expected,
+        searched=make_printable(summary.searched),
+        searched_kinds=summary.kinds,
+    )
 
 
 def read_overview(folder: Path, tail: int = 0) -> PastRun:
@@ -304,7 +312,7 @@ def read_runs(folders: Sequence[Path]) -> list[PastRun]:
     runs: dict[Path, Path] = {}  # by the folder without links
     for folder in folders:
         for path in _runs_in(folder) or [folder]:
-            for run in _budgets_of(path) or [path]:
+            for run in budgets_of(path) or [path]:
                 runs.setdefault(run.resolve(), run)
     return [read_run(path) for path in runs.values()]
 
@@ -316,7 +324,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if is_run(path))
 
 
-def _budgets_of(run: Path) -> list[Path]:
+def budgets_of(run: Path) -> list[Path]:
     """The folders of a finished run for several budgets, one for each."""
     if not (run / REPORT).is_file():
         return []
@@ -324,8 +332,12 @@ def _budgets_of(run: Path) -> list[Path]:
 
 
 def list_runs(root: Path) -> list[PastRun]:
-    """The runs in a folder, oldest first, with the ends of their logs."""
-    runs = [read_overview(folder, _LIST_TAIL) for folder in root.iterdir() if is_run(folder)]
+    """The runs in a folder, oldest first, with the ends of their logs; of several budgets each network is one."""
+    folders: list[Path] = []
+    for folder in root.iterdir():
+        if is_run(folder):
+            folders += budgets_of(folder) or [folder]
+    runs = [read_overview(folder, _LIST_TAIL) for folder in folders]
     return sorted(runs, key=lambda run: (run.started, run.name))
 
 

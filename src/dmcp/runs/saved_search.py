@@ -38,6 +38,7 @@ class _Facts:
     tolerance: float
     align: int | None
     sha256: str  # of the file of the alphas
+    searched: Budget | None = None  # that the steps in the log are relative to, if it is another one
 
     def __post_init__(self) -> None:
         if self.format != _FORMAT:
@@ -55,6 +56,7 @@ def save_search(result: SearchResult, folder: Path) -> None:
         tolerance=result.tolerance,
         align=result.align,
         sha256=hashlib.sha256(alphas).hexdigest(),
+        searched=result.searched,
     )
     write_files(folder, {ALPHAS: alphas, SEARCH_FILE: json.dumps(asdict(facts), indent=1).encode()})
 
@@ -92,6 +94,7 @@ def load_search(folder: str | os.PathLike[str], graph: ChannelGraph) -> SearchRe
         tolerance=facts.tolerance,
         align=facts.align,
         log=steps,
+        searched=facts.searched,
     )
 
 
@@ -101,6 +104,8 @@ class SearchSummary:
 
     targets: dict[str, int]  # of the budget, by kind
     expected: dict[str, float]  # expected width of each space
+    searched: str  # the budget that the steps in the log are relative to, if it is another one
+    kinds: tuple[str, ...]  # of its limits
 
 
 def read_summary(folder: Path) -> SearchSummary:
@@ -108,10 +113,16 @@ def read_summary(folder: Path) -> SearchSummary:
     facts = read_json(folder / SEARCH_FILE)
     spaces = [str(name) for name in facts["spaces"]]
     targets = {str(limit["kind"]): int(limit["target"]) for limit in facts["budget"]["limits"]}
+    searched = ""
+    kinds = tuple(targets)
+    if facts.get("searched"):
+        kinds = tuple(str(limit["kind"]) for limit in facts["searched"]["limits"])
+        if facts["searched"] != facts["budget"]:
+            searched = str(facts["searched"]["text"])
 
     alphas, sizes = _read_chains(folder, len(spaces), facts["sha256"])
     widths = moment(marginals(alphas.double()), sizes, 1).tolist()
-    return SearchSummary(targets, dict(zip(spaces, widths, strict=True)))
+    return SearchSummary(targets, dict(zip(spaces, widths, strict=True)), searched, kinds)
 
 
 def _read_chains(folder: Path, spaces: int, checksum: object) -> tuple[Tensor, Tensor]:

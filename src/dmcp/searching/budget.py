@@ -72,6 +72,11 @@ def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widt
         kind = limit.kind
         if least[kind] <= limit.target <= most[kind]:
             continue
+        if limit.target > full[kind]:
+            raise BudgetError(
+                f"The network already meets the budget {budget.text!r}: it costs {show_cost(kind, full[kind])}, and "
+                f"{show_cost(kind, limit.target)} are allowed. Choose a budget below {show_cost(kind, full[kind])}."
+            )
         too_small = limit.target < least[kind]
         side = "more than the largest possible"
         if too_small:

@@ -67,13 +67,23 @@ class SearchResult:
     tolerance: float
     align: int | None = None
     log: tuple[SearchRecord, ...] = ()
+    searched: Budget | None = None  # what the ratios of the log are relative to, if not to `budget`
 
     @checked
     def with_budget(self, budget: int | float | str | Budget) -> SearchResult:
         """The same distribution for another budget: widths are scaled to that, not searched again."""
         new = parse_budget(budget, self.graph)
         check_reachable(new, self.graph, *extreme_widths(self.graph, self.sizes))
-        return replace(self, budget=new)
+        return self.for_budget(new)
+
+    def for_budget(self, budget: Budget) -> SearchResult:
+        """The same, for a budget that was read and checked. The log stays relative to the budget that was searched."""
+        return replace(self, budget=budget, searched=self.log_budget)
+
+    @property
+    def log_budget(self) -> Budget:
+        """The budget that was searched: the ratios of the log are relative to it."""
+        return self.searched or self.budget
 
 
 def expected_shares(result: SearchResult) -> tuple[float, ...]:
