@@ -23,7 +23,7 @@ import dmcp
 from dmcp import pruning
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.exporting import latency as tables
-from dmcp.exporting.latency import Latency, measure_latency, sample_widths
+from dmcp.exporting.latency import Latency, fit, measure_latency, sample_widths
 from dmcp.exporting.latency_limit import choose_within_latency, timer_like
 from dmcp.exporting.timing import Timer, device_name, forward_pass
 from dmcp.markov import marginals, sample_groups
@@ -35,7 +35,9 @@ from dmcp.searching.budget import check_reachable, costs, parse_budget
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected
 from dmcp.settings import LatencyConfig, LatencyMode, RuntimeKind
+from dmcp.tracing.cost import Step
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.widths import ChannelSpace
 
 pytestmark = pytest.mark.usefixtures("quick_commands")
 
@@ -151,6 +153,95 @@ def test_wrong_settings_and_times_are_refused(wrong: dict[str, Any]) -> None:
         measured(lambda net: float("nan"))
 
 
+# steps
+
+
+def staircase_ms(net: Any, block: int, penalty: float) -> float:
+    """A clock that counts MACs of widths rounded up to whole blocks, or slow MACs for inputs that are no whole blocks.
+
+    penalty: 0 rounds up.
+    """
+    layers = [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    ms = 0.5
+
+    def count(module: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
+        nonlocal ms
+        written, read = module.weight.shape[:2]
+        pixels = out[0, 0].numel() if out.ndim == 4 else 1
+        price = 1e-5 * pixels * module.weight[0, 0].numel()
+        if penalty:
+            odd = read % block > 0 if module is not net.stem else written % block > 0
+            ms += price * written * read * (penalty if odd else 1)
+            return
+        if module is not net.stem:
+            read = -(-read // block) * block
+        if module is not net.head:
+            written = -(-written // block) * block
+        ms += price * written * read
+
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    with torch.no_grad():
+        net(X[:1])
+    for hook in hooks:
+        hook.remove()
+    return ms
+
+
+@pytest.mark.parametrize(("block", "penalty"), [(4, 0.0), (4, 4.0)])
+def test_the_steps_of_a_device_are_found_and_forecast(block: int, penalty: float) -> None:
+    def clock(net: nn.Module) -> float:
+        return staircase_ms(net, block, penalty)
+
+    model, graph = traced()
+    found = measured(clock, align=1)
+    assert found.steps[0] == Step(block, padded=not penalty)
+    graph = found.attach(graph)
+    forecasts = [found.latency_ms(widths) / clock(dmcp.cut(model, graph, widths)) for widths, _ in unseen()]
+    assert max(abs(share - 1) for share in forecasts) < 0.01
+    smooth = fit(graph, [list(it.widths) for it in found.networks], [it.ms for it in found.networks], blocks=())
+    errors = [abs(smooth.ms(it.widths) / it.ms - 1) for it in found.networks]
+    assert max(errors) > 0.05  # a polynomial of the widths cannot do that
+    assert Latency.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+    net = dmcp.Supernet(model, graph, 4)
+    alphas = torch.linspace(-1, 2, net.sizes[:, 1:].numel(), dtype=torch.float64).reshape(net.sizes[:, 1:].shape)
+    mean = graph.expected_cost("latency", marginals(alphas), net.sizes).item()
+    sampled = sample_groups(alphas, net.sizes, 40_000, torch.Generator().manual_seed(0))
+    assert graph.cost("latency", sampled).double().mean().item() == pytest.approx(mean, rel=5e-3)
+    assert holds(parse_budget("latency:70%", graph), graph, dmcp.uniform(graph, "latency:70%"))
+
+
+# widths that the device likes
+
+
+def test_widths_are_multiples_that_the_device_likes() -> None:
+    """In spaces, chains and baselines alike, unless the user says otherwise."""
+    model, graph = traced()
+    slow = measured(lambda net: staircase_ms(net, 4, 4.0), align=1)
+    graph = slow.attach(graph)
+    assert slow.block == 4 and slow.multiples and slow.multiples in slow.summary
+    steps = {space.name: space.step(None) for space in graph.spaces}
+    assert steps == {"stem": 4, "conv1": 2, "conv3": 4, "conv4": 4}  # 8, 6, 9 and 11 channels: at least two widths
+    ends = dmcp.Supernet(model, graph, 4).sizes.cumsum(1).T.tolist()
+    for widths in (*ends, dmcp.uniform(graph, "latency:70%").values()):
+        for space, width in zip(graph.spaces, widths, strict=True):
+            assert width % steps[space.name] == 0 or width == space.size
+    assert {space.step(1) for space in graph.spaces} == {1}
+    rounding = measured(lambda net: staircase_ms(net, 4, 0.0), align=1)
+    assert rounding.block == 1 and not rounding.multiples and not table().multiples  # as fast as the next multiple
+
+
+@pytest.mark.parametrize(("writers", "expected_steps"), [(1, [32, 16, 8, 1]), (2, [64, 16, 8, 1])])
+def test_widths_for_a_gpu_have_the_usual_multiples(writers: int, expected_steps: list[int]) -> None:
+    """Of 32 inside and of 64 in streams; but each space keeps at least eight widths."""
+    on_gpu = replace(table(), place="cuda", device="a GPU")
+    steps = []
+    for size in (512, 128, 64, 8):
+        space = ChannelSpace("a", size, tuple("ab"[:writers]))
+        steps.append(replace(space, multiple=on_gpu.multiple_of(space), block=on_gpu.block).step(None))
+    assert steps == expected_steps and "32 or 64" in on_gpu.summary
+
+
 # costs and budgets
 
 
@@ -228,10 +319,35 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[An
         return sum(widths.values()), widths, dmcp.cut(traced()[0], graph, widths)
 
     low, timer = graph.widths(sizes[:, 0].tolist()), timer_like(table(), None, device)
+    lowest, highest = graph.cost("latency", low), graph.cost("latency")
     width, outcome = choose_within_latency(
-        pick, found.budget, graph, lowest=graph.cost("latency", low), model=traced()[0], timer=timer
+        pick, found.budget, graph, lowest=lowest, highest=highest, model=traced()[0], timer=timer
     )
     return outcome, width - sum(expected(found).values())
+
+
+@pytest.mark.parametrize("scale", [0.8, 0.9, 0.5])
+def test_a_network_faster_than_its_forecast_is_chosen_wider(scale: float) -> None:
+    """Never above the limit as measured; twice as fast as forecast, even the unpruned network is inside."""
+    outcome, wider = chosen(lambda params: scale)
+    assert outcome.held and not outcome.warning and wider > 0 and 1 <= outcome.again <= 3
+    full_ms = scale * outcome.unpruned_ms
+    assert outcome.measured_ms >= min(0.93 * outcome.asked_ms, 0.93 * full_ms)
+
+
+def test_a_wider_network_that_is_too_slow_is_not_taken() -> None:
+    """Faster than asked up to some number of parameters, and much slower beyond."""
+    first, _ = chosen(lambda params: 1.0)
+    assert first.again == 0
+    params: list[int] = []
+
+    def jump(count: int) -> float:
+        params.append(count)
+        return 0.9 if count <= params[0] else 1.5
+
+    outcome, wider = chosen(jump)
+    assert outcome.held and wider == 0 and outcome.again == 0 and max(params) > params[0]
+    assert outcome.measured_ms == pytest.approx(0.9 * outcome.predicted_ms, rel=5e-3)
 
 
 @pytest.mark.parametrize(("scale", "text"), [(1, "latency:60%"), (0.9, "latency:90%,params:30%"), (1.1, "latency:60%")])

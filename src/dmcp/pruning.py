@@ -419,7 +419,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selection:
 
 
 def _plan_cuts(job: PruneJob, source: nn.Module, choose: Callable[[Budget], Choice]) -> dict[str, PlannedCut]:
-    """The cut for each budget. A network that is slower than its latency limit, as measured, is chosen again."""
+    """The cut for each budget. A network that is slower or faster than its latency limit is chosen again."""
 
     def plan_cut(budget: Budget) -> PlannedCut:
         return PlannedCut(choice=choose(budget), source=source, budget=budget)
@@ -428,7 +428,7 @@ def _plan_cuts(job: PruneJob, source: nn.Module, choose: Callable[[Budget], Choi
         planned = plan_cut(budget)
         return planned, planned.widths, planned.cut(job.graph)
 
-    lowest, _ = reachable(job.graph, job.search)
+    lowest, highest = reachable(job.graph, job.search)
     cuts: dict[str, PlannedCut] = {}
     for name, budget in job.budgets.items():
         if not limits_latency(budget):
@@ -440,6 +440,7 @@ def _plan_cuts(job: PruneJob, source: nn.Module, choose: Callable[[Budget], Choi
             budget,
             job.graph,
             lowest=job.graph.cost(LATENCY, lowest),
+            highest=job.graph.cost(LATENCY, highest),
             model=job.model,
             timer=job.timer,
             folder=folder,
@@ -483,9 +484,9 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
         source, graph, widths, job.loaders.final, retraining, cuts=cuts, task=job.task, runtime=job.runtime
     )
 
-    # Count once more: no network over its budget is handed out.
+    # Count once more: no network over its budget is handed out. Of latency, it is the limit of the forecast.
     for name, planned in selection.cuts.items():
-        check_budget(trained.networks[job.row(job.method, name)], planned.widths, graph, job.budgets[name])
+        check_budget(trained.networks[job.row(job.method, name)], planned.widths, graph, planned.budget)
         widths[job.row(CUT, name)] = planned.widths
     return selection.trained | trained, widths
 
