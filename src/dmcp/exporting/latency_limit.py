@@ -97,10 +97,7 @@ def choose_within_latency(
             wished = (inside + outside) // 2
         target = min(max(wished, lowest), highest)
 
-    picked, outcome = slowest_inside or chosen
-    if outcome.warning and current().first:
-        warnings.warn(outcome.warning, stacklevel=3)
-    return picked, outcome
+    return slowest_inside or chosen
 
 
 def _time_beside(timer: Timer | None, small: nn.Module, model: nn.Module) -> dict[str, float | None]:
