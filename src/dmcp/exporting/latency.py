@@ -253,7 +253,6 @@ def measure_latency(
         may export the network and time it on a phone, for example. It is called once per network. Without it, the
         networks are timed on this machine, with as many threads as torch uses.
     """
-    start = time.perf_counter()
     config = config or LatencyConfig()
     in_onnx = config.runtime == RuntimeKind.ONNX and measure is None
     if in_onnx:
@@ -273,9 +272,28 @@ def measure_latency(
         config = resolve_mode(config)
     rows = sample_widths(graph, config)
     timer = Timer(config=config, threads=torch.get_num_threads(), example=example, measure=measure)
-    times = timer.times(_cut(model, graph, row) for row in each("networks", rows))
+    start = time.perf_counter()
+    times = timer.times(cut_quickly(model, graph, row) for row in each("networks", rows))
+    seconds = time.perf_counter() - start
 
-    # The table is a fit to all networks. A fit without the held-out ones says how good its forecasts are.
+    if measure is not None:
+        name = getattr(measure, "__name__", type(measure).__name__)
+        return make_table(graph, config, rows, times, device=name, threads=timer.threads, seconds=seconds)
+    table = make_table(graph, config, rows, times, device=device_name(device), threads=timer.threads, seconds=seconds)
+    return replace(table, place=torch.device(device).type)
+
+
+def make_table(
+    graph: ChannelGraph,
+    config: LatencyConfig,
+    rows: Sequence[Sequence[int]],
+    times: Sequence[float],
+    *,
+    device: str,
+    threads: int = 1,
+    seconds: float = 0.0,
+) -> Latency:
+    """Fit a table to measured networks. A fit without the held-out ones says how good its forecasts are."""
     whole_fit = fit(graph, rows, times)
     is_held_out = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(rows))]
     fitted = [number for number in range(len(rows)) if not is_held_out[number]]
@@ -289,11 +307,6 @@ def measure_latency(
         if held_out:
             errors.append(abs(forecast_ms / ms - 1))
 
-    name = getattr(measure, "__name__", type(measure).__name__)
-    device_type = ""
-    if measure is None:
-        name = device_name(device)
-        device_type = torch.device(device).type
     return Latency(
         terms=whole_fit.terms,
         steps=whole_fit.steps,
@@ -303,14 +316,14 @@ def measure_latency(
         networks=tuple(networks),
         median_error=median(errors),
         largest_error=max(errors),
-        device=name,
-        place=device_type,
+        device=device,
+        place="",
         batch=config.batch,
-        threads=timer.threads,
+        threads=threads,
         dtype=config.dtype,
         mode=config.mode or LatencyMode.EAGER,
         channels_last=bool(config.channels_last),
-        seconds=time.perf_counter() - start,
+        seconds=seconds,
         runtime=config.runtime,
     )
 
@@ -344,7 +357,7 @@ def sample_widths(graph: ChannelGraph, config: LatencyConfig) -> list[list[int]]
     return [row.tolist() for row in rows]
 
 
-def _cut(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Module:
+def cut_quickly(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Module:
     """Cut a copy of the model, without the check by replay that `cut` makes: the network is run anyway."""
     widths = graph.widths(row)
     return narrow(model, graph.cuts(widths), graph.attributes(widths))
