@@ -4,10 +4,11 @@ python benchmarks/latency_data.py --out times.jsonl --seconds 500
 python benchmarks/latency_data.py --device cpu --modes eager --model digits:resnet --px 0 --batch 2 --workers 1
 python benchmarks/latency_data.py --errors --device cpu --modes onnx eager --px 96 --batch 1 \
     --model cifar:resnet20:px32 mobilenet_v2 resnet18
-python benchmarks/latency_data.py --errors --modes captured --networks 32
+python benchmarks/latency_data.py --errors --modes captured --aligns default --networks 24
 
-With --errors it prints how far predictions are off for networks that the fit has not seen, with and without steps, and
-for widths in the default multiples and in any (align 1). This takes about a minute for each line of the table.
+With --errors it prints how far predictions are off for networks that the fit has not seen, without and with steps: for
+widths in the default multiples, and for any (align 1). Each line of the table has up to 30 seconds of timing in it,
+after the networks were cut and captured or exported.
 
 Otherwise each measurement is one JSON line, written as it comes. Worker processes cut, compile and capture at the same
 time, and take turns at the device. Settings take turns, so that a run that is stopped early has measured each of them.
@@ -280,7 +281,7 @@ def print_errors(options: argparse.Namespace) -> None:
     """Print a table: median and largest error for networks that the fit has not seen, without and with steps."""
     print("| network | batch | runtime | align | networks | without steps | with steps | steps |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for name, batch, mode, align in itertools.product(options.model, options.batch, options.modes, (None, 1)):
+    for name, batch, mode, align in itertools.product(options.model, options.batch, options.modes, options.aligns):
         name, _, px = name.partition(":px")  # cifar:resnet20:px32
         model, example, graph = read_model(name, int(px or options.px))
         in_onnx = mode == ONNX
@@ -289,7 +290,7 @@ def print_errors(options: argparse.Namespace) -> None:
             device=options.device,
             dtype=options.dtype,
             networks=options.networks,
-            align=align,
+            align=None if align == "default" else int(align),
             runtime=RuntimeKind.ONNX if in_onnx else RuntimeKind.TORCH,
             mode=None if in_onnx else LatencyMode(mode),
             channels_last=None if in_onnx else options.channels_last,
@@ -298,7 +299,7 @@ def print_errors(options: argparse.Namespace) -> None:
         smooth = unseen_errors(graph, table, blocks=())
         stepped = unseen_errors(graph, table, blocks=BLOCKS)
         steps = ", ".join(f"{'padded to' if step.padded else 'slow off'} {step.block}" for step in table.steps)
-        row = (name, batch, mode, align or "default", len(table.networks), show(smooth), show(stepped), steps or "none")
+        row = (name, batch, mode, align, len(table.networks), show(smooth), show(stepped), steps or "none")
         print("|", " | ".join(map(str, row)), "|", flush=True)
 
 
@@ -334,6 +335,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--modes", nargs="*", default=["captured", "compiled"], choices=[*LatencyMode, ONNX])
     parser.add_argument("--errors", action="store_true", help="print how far predictions are off instead")
+    parser.add_argument("--aligns", nargs="*", default=["default", "1"], help="multiples of widths, with --errors")
     parser.add_argument("--sweep-modes", nargs="*", default=["captured"], help="modes in which the sweep is measured")
     parser.add_argument("--networks", type=int, default=42, help="networks of each model, batch and mode")
     parser.add_argument("--layers", action="store_true", help="also measure single convolutions")

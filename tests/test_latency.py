@@ -645,6 +645,9 @@ def test_a_table_is_made_by_a_command_and_given_to_another(
     budget = ["--budget", "latency:60%,params:70%", "--out", "run"]
     code, out, err = run(capsys, "search", *PRUNE[1:-2], *given, *budget)
     assert code == 0 and fake.calls == 2 and "asked" in out and Latency.load("run/latency.json") == found, err
+    replace(found, place="cuda").save("gpu.json")
+    code, out, err = run(capsys, *PRUNE, "--latency", "gpu.json", "--budget", "latency:60%", "--dry-run")
+    assert code == 0 and "--align" in out and "multiples of 32 or 64" in out, err
     fake.slow = lambda call: call % 5 == 2  # all that are held out
     assert "the machine was busy" in run(capsys, *options)[1]
 

@@ -131,6 +131,8 @@ class Latency:
         multiples = sorted({self.multiple_of(ChannelSpace("", 1, writers)) for writers in (("",), ("", ""))})
         if multiples == [ChannelSpace.multiple] and self.block == 1:
             return ""
+        if self.block == max(multiples):
+            return f"multiples of {self.block} in all but the narrowest layers: others are slow"
         words = f"multiples of {' or '.join(map(str, multiples))} in wide layers"
         if self.block > 1:
             words += f", and of {self.block} in all but the narrowest: others are slow"
