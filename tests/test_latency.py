@@ -328,13 +328,12 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[An
     return outcome, width - sum(expected(found).values())
 
 
-@pytest.mark.parametrize("scale", [0.8, 0.9, 0.5])
-def test_a_network_faster_than_its_forecast_is_chosen_wider(scale: float) -> None:
-    """Never above the limit as measured; twice as fast as forecast, even the unpruned network is inside."""
+@pytest.mark.parametrize(("scale", "used"), [(0.8, 0.93), (0.9, 0.93), (0.5, 0.7)])
+def test_a_network_faster_than_its_forecast_is_chosen_wider(scale: float, used: float) -> None:
+    """Never above the limit as measured. At half the forecast the next choice is the unpruned network: too slow."""
     outcome, wider = chosen(lambda params: scale)
     assert outcome.held and not outcome.warning and wider > 0 and 1 <= outcome.again <= 3
-    full_ms = scale * outcome.unpruned_ms
-    assert outcome.measured_ms >= min(0.93 * outcome.asked_ms, 0.93 * full_ms)
+    assert outcome.measured_ms >= used * outcome.asked_ms
 
 
 def test_a_wider_network_that_is_too_slow_is_not_taken() -> None:

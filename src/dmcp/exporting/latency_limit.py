@@ -55,8 +55,8 @@ def choose_within_latency(
     asked = next(limit.target for limit in budget.limits if limit.kind == LATENCY)
     target = asked
     slowest_inside: tuple[Picked, LatencyOutcome] | None = None
-    inside = lowest  # a forecast whose network is inside the limit
-    outside = highest + 1  # a forecast whose network is not
+    inside = lowest - 1  # the largest forecast so far whose network is inside the limit
+    outside = highest + 1  # the smallest one whose network is not
     measured: set[Widths] = set()
     for again in range(_TRIES + 1):
         limits = [Limit(LATENCY, target) if limit.kind == LATENCY else limit for limit in budget.limits]
@@ -80,8 +80,6 @@ def choose_within_latency(
         if measured_ms is None:
             break
 
-        # Which forecast takes as long as asked? Between two that were measured, if it was tried on both sides.
-        wished = math.floor(predicted * outcome.asked_ms / measured_ms)
         if outcome.held:
             inside = max(inside, predicted)
             is_slowest = slowest_inside is None or measured_ms > (slowest_inside[1].measured_ms or 0.0)
@@ -93,9 +91,12 @@ def choose_within_latency(
             outside = min(outside, predicted)
             if target == lowest:
                 break
-        if not inside < wished < outside:
-            wished = (inside + outside) // 2
-        target = min(max(wished, lowest), highest)
+
+        # Which forecast takes as long as asked? Where both sides were tried, it is between them.
+        if lowest <= inside < outside <= highest:
+            target = (inside + outside) // 2
+        else:
+            target = min(max(math.floor(predicted * outcome.asked_ms / measured_ms), lowest), highest)
 
     return slowest_inside or chosen
 
