@@ -2,9 +2,16 @@
 
 python benchmarks/latency_data.py --out times.jsonl --seconds 500
 python benchmarks/latency_data.py --device cpu --modes eager --model digits:resnet --px 0 --batch 2 --workers 1
+python benchmarks/latency_data.py --errors --device cpu --modes onnx eager --px 96 --batch 1 \
+    --model cifar:resnet20:px32 mobilenet_v2 resnet18
+python benchmarks/latency_data.py --errors --modes captured --aligns default --networks 24
 
-Each measurement is one JSON line, written as it comes. Worker processes cut, compile and capture at the same time, and
-take turns at the device. Settings take turns, so that a run that is stopped early has measured each of them.
+With --errors it prints how far predictions are off for networks that the fit has not seen, without and with steps: for
+widths in the default multiples, and for any (align 1). Each line of the table has up to 30 seconds of timing in it,
+after the networks were cut and captured or exported.
+
+Otherwise each measurement is one JSON line, written as it comes. Worker processes cut, compile and capture at the same
+time, and take turns at the device. Settings take turns, so that a run that is stopped early has measured each of them.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Iterator
@@ -29,16 +37,18 @@ import torch
 from torch import Tensor, nn
 
 import dmcp
-from dmcp.exporting.latency import sample_widths
+from dmcp.exporting.latency import BLOCKS, fit, measure_latency, sample_widths
 from dmcp.exporting.timing import forward_pass, time_in_turns
 from dmcp.models import rebuild, sample_shape
 from dmcp.runtime.engine import in_channels_last
 from dmcp.searching.rounding import allowed_widths
-from dmcp.settings import LatencyConfig, LatencyMode
+from dmcp.settings import LatencyConfig, LatencyMode, RuntimeKind
 from dmcp.tracing.modules import narrow
 
 ALIGNS = (1, 8, 16, 32, 64)  # random networks have one of these each, in turn
 ROUNDS = 5
+FOLDS = 5  # parts of the networks, each of which is predicted by a fit to the others
+ONNX = "onnx"
 GRACE = 60  # seconds that workers get to finish what they began
 
 
@@ -264,6 +274,51 @@ def append(file: TextIO, record: dict[str, Any]) -> None:
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
+# errors of predictions
+
+
+def print_errors(options: argparse.Namespace) -> None:
+    """Print a table: median and largest error for networks that the fit has not seen, without and with steps."""
+    print("| network | batch | runtime | align | networks | without steps | with steps | steps |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for name, batch, mode, align in itertools.product(options.model, options.batch, options.modes, options.aligns):
+        name, _, px = name.partition(":px")  # cifar:resnet20:px32
+        model, example, graph = read_model(name, int(px or options.px))
+        in_onnx = mode == ONNX
+        config = LatencyConfig(
+            batch=batch,
+            device=options.device,
+            dtype=options.dtype,
+            networks=options.networks,
+            align=None if align == "default" else int(align),
+            runtime=RuntimeKind.ONNX if in_onnx else RuntimeKind.TORCH,
+            mode=None if in_onnx else LatencyMode(mode),
+            channels_last=None if in_onnx else options.channels_last,
+        )
+        table = measure_latency(model, example, graph, config)
+        smooth = unseen_errors(graph, table, blocks=())
+        stepped = unseen_errors(graph, table, blocks=BLOCKS)
+        steps = ", ".join(f"{'padded to' if step.padded else 'slow off'} {step.block}" for step in table.steps)
+        row = (name, batch, mode, align, len(table.networks), show(smooth), show(stepped), steps or "none")
+        print("|", " | ".join(map(str, row)), "|", flush=True)
+
+
+def unseen_errors(graph: dmcp.ChannelGraph, table: dmcp.Latency, blocks: tuple[int, ...]) -> list[float]:
+    """Relative errors for each fifth of the networks by a fit to the others; the first two are always fitted."""
+    errors: list[float] = []
+    for fold in range(FOLDS):
+        unseen = [network for number, network in enumerate(table.networks) if number >= 2 and number % FOLDS == fold]
+        fitted = [network for network in table.networks if network not in unseen]
+        forecast = fit(graph, [network.widths for network in fitted], [network.ms for network in fitted], blocks)
+        errors += [abs(forecast.ms(network.widths) / network.ms - 1) for network in unseen]
+    return errors
+
+
+def show(errors: list[float]) -> str:
+    """Median and largest error."""
+    return f"{statistics.median(errors):.1%}, {max(errors):.0%}"
+
+
 # the command
 
 
@@ -278,7 +333,9 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["resnet18", "resnet50", "mobilenet_v2"])
     parser.add_argument("--px", type=int, default=224, help="height and width of the images; 0: the model's own")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 256])
-    parser.add_argument("--modes", nargs="*", default=["captured", "compiled"], choices=list(LatencyMode))
+    parser.add_argument("--modes", nargs="*", default=["captured", "compiled"], choices=[*LatencyMode, ONNX])
+    parser.add_argument("--errors", action="store_true", help="print how far predictions are off instead")
+    parser.add_argument("--aligns", nargs="*", default=["default", "1"], help="multiples of widths, with --errors")
     parser.add_argument("--sweep-modes", nargs="*", default=["captured"], help="modes in which the sweep is measured")
     parser.add_argument("--networks", type=int, default=42, help="networks of each model, batch and mode")
     parser.add_argument("--layers", action="store_true", help="also measure single convolutions")
@@ -295,6 +352,10 @@ def main() -> None:
     options.layer_mode = LatencyMode.CAPTURED if on_gpu else LatencyMode.EAGER
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the workers are the parallel part
     os.environ["OMP_NUM_THREADS"] = "1"
+    if options.errors:
+        torch.set_num_threads(1)
+        print_errors(options)
+        return
 
     sources = [
         network_tasks(options, *choice) for choice in itertools.product(options.model, options.batch, options.modes)

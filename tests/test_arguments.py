@@ -86,6 +86,8 @@ WRONG: list[tuple[Callable[..., object], str, list[Any]]] = [
     (lambda **changed: dmcp.export(MODEL, IMAGES, **changed), "path", [None, 5]),
     (lambda **changed: dmcp.measure_latency(MODEL, IMAGES, **changed), "config", [5, SEARCH]),
     (lambda **changed: dmcp.measure_latency(MODEL, IMAGES, **changed), "measure", [5, nn.Conv2d]),
+    (lambda **changed: dmcp.write_networks(MODEL, IMAGES, **changed), "folder", [None, 5]),
+    (lambda **changed: dmcp.read_latency(model=MODEL, example=IMAGES, **changed), "path", [None, 5]),
     (lambda **changed: dmcp.parse_budget(graph=GRAPH, **changed), "spec", [True, None, [1]]),
     (lambda **changed: dmcp.parse_budget("50%", **changed), "graph", [None, MODEL]),
     (dmcp.Task, "loss", [5, "mse", nn.CrossEntropyLoss]),

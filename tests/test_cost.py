@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmcp
-from dmcp.markov import group_sizes, marginals
-from dmcp.tracing.cost import Polynomial, evaluate, product, total
+from dmcp.markov import group_sizes, marginals, mean_of
+from dmcp.tracing.cost import Polynomial, Step, evaluate, product, total
 from dmcp.tracing.layout import Atom
 
 A, B = ((Atom(0),),), ((Atom(1), 3), (2,))  # dims of width a and 3b + 2
@@ -48,6 +48,47 @@ def test_products_of_dims_are_differentiable_in_chunks() -> None:
     assert found.equal((5 * a * (3 * b + 2) * a).double()) and evaluate(terms, table[0].tolist()) == found[0]
     assert moving.grad.equal(torch.stack([10 * a * (3 * b + 2), 15 * a * a], dim=1).double())
     assert polynomial(table[:0]).shape == (0,) and total([terms, {(): 4}]) == terms | {(): 4}
+
+
+# -- staircases: widths as blocks of channels count them
+
+BLOCKS = (Step(4, padded=True), Step(3, padded=False))
+STAIRS = {(0, 1): 7, (2, 1): 5, (2, 2): 3, (2, 4): 11, (0, 4): 2, (5,): 13, (4, 3): 17, (): 1}  # two spaces, 0 and 1
+
+
+def stairs(a: int, b: int) -> int:
+    """The same by hand: 2 and 3 are a and b in fours, 4 and 5 are a and b unless they are multiples of 3."""
+    in_fours = math.ceil(a / 4) * 4
+    odd_a, odd_b = a * (a % 3 > 0), b * (b % 3 > 0)
+    value = 7 * a * b + 5 * in_fours * b + 3 * in_fours**2 + 11 * in_fours * odd_a + 2 * a * odd_a
+    return value + 13 * odd_b + 17 * odd_a * math.ceil(b / 4) * 4 + 1
+
+
+def test_staircases_are_counted_exactly_and_slope_where_they_jump() -> None:
+    polynomial = Polynomial(STAIRS, 2, steps=BLOCKS)
+    table = torch.cartesian_prod(torch.arange(1, 14), torch.arange(1, 10))
+    counted = [stairs(a, b) for a, b in table.tolist()]
+    assert polynomial(table).tolist() == counted == polynomial(table.double()).tolist()
+    assert [polynomial.evaluate(row) for row in table.tolist()] == counted
+    moving = torch.tensor([[6.0, 2.0]], dtype=torch.float64, requires_grad=True)  # 8 and 4 in fours; odd: 0 and 2
+    polynomial(moving).backward()
+    assert moving.grad.tolist() == [[7 * 2 + 5 * 2 + 3 * 2 * 8, 7 * 6 + 5 * 8 + 13]]
+
+
+def test_the_expected_staircase_is_the_mean_over_all_widths() -> None:
+    """A padded width and the width of the same space are not independent."""
+    sizes = torch.tensor([[2, 2, 3, 4], [1, 3, 5, 0]])
+    alpha = torch.tensor([[0.3, -0.4, 1.1], [-0.2, 0.7, 0.0]], dtype=torch.float64, requires_grad=True)
+    chances = marginals(alpha)
+    found = Polynomial(STAIRS, 2, steps=BLOCKS).expected(lambda function: mean_of(chances, sizes, function))
+    ends = torch.cat([chances, torch.zeros(2, 1)], dim=1)
+    by_groups = ends[:, :-1] - ends[:, 1:]  # chance of exactly so many groups
+    widths = sizes.cumsum(1)
+    mean = 0.0
+    for first, second in itertools.product(range(4), repeat=2):
+        chance = (by_groups[0, first] * by_groups[1, second]).item()
+        mean += chance * stairs(widths[0, first].item(), widths[1, second].item())
+    assert found.item() == pytest.approx(mean) and torch.autograd.grad(found, alpha)[0].abs().min() >= 0
 
 
 # -- a net whose residual stream is the input and the output of one conv: its width comes squared

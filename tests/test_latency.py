@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib.util
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ import dmcp
 from dmcp import pruning
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.exporting import latency as tables
-from dmcp.exporting.latency import Latency, measure_latency, sample_widths
+from dmcp.exporting.latency import Latency, fit, measure_latency, sample_widths
 from dmcp.exporting.latency_limit import choose_within_latency, timer_like
 from dmcp.exporting.timing import Timer, device_name, forward_pass
 from dmcp.markov import marginals, sample_groups
@@ -35,7 +37,9 @@ from dmcp.searching.budget import check_reachable, costs, parse_budget
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected
 from dmcp.settings import LatencyConfig, LatencyMode, RuntimeKind
+from dmcp.tracing.cost import Step
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.widths import ChannelSpace
 
 pytestmark = pytest.mark.usefixtures("quick_commands")
 
@@ -151,6 +155,95 @@ def test_wrong_settings_and_times_are_refused(wrong: dict[str, Any]) -> None:
         measured(lambda net: float("nan"))
 
 
+# steps
+
+
+def staircase_ms(net: Any, block: int, penalty: float) -> float:
+    """A clock that counts MACs of widths rounded up to whole blocks, or slow MACs for inputs that are no whole blocks.
+
+    penalty: 0 rounds up.
+    """
+    layers = [module for module in net.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    ms = 0.5
+
+    def count(module: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
+        nonlocal ms
+        written, read = module.weight.shape[:2]
+        pixels = out[0, 0].numel() if out.ndim == 4 else 1
+        price = 1e-5 * pixels * module.weight[0, 0].numel()
+        if penalty:
+            odd = read % block > 0 if module is not net.stem else written % block > 0
+            ms += price * written * read * (penalty if odd else 1)
+            return
+        if module is not net.stem:
+            read = -(-read // block) * block
+        if module is not net.head:
+            written = -(-written // block) * block
+        ms += price * written * read
+
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    with torch.no_grad():
+        net(X[:1])
+    for hook in hooks:
+        hook.remove()
+    return ms
+
+
+@pytest.mark.parametrize(("block", "penalty"), [(4, 0.0), (4, 4.0)])
+def test_the_steps_of_a_device_are_found_and_forecast(block: int, penalty: float) -> None:
+    def clock(net: nn.Module) -> float:
+        return staircase_ms(net, block, penalty)
+
+    model, graph = traced()
+    found = measured(clock, align=1)
+    assert found.steps[0] == Step(block, padded=not penalty)
+    graph = found.attach(graph)
+    forecasts = [found.latency_ms(widths) / clock(dmcp.cut(model, graph, widths)) for widths, _ in unseen()]
+    assert max(abs(share - 1) for share in forecasts) < 0.01
+    smooth = fit(graph, [list(it.widths) for it in found.networks], [it.ms for it in found.networks], blocks=())
+    errors = [abs(smooth.ms(it.widths) / it.ms - 1) for it in found.networks]
+    assert max(errors) > 0.05  # a polynomial of the widths cannot do that
+    assert Latency.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+    net = dmcp.Supernet(model, graph, 4)
+    alphas = torch.linspace(-1, 2, net.sizes[:, 1:].numel(), dtype=torch.float64).reshape(net.sizes[:, 1:].shape)
+    mean = graph.expected_cost("latency", marginals(alphas), net.sizes).item()
+    sampled = sample_groups(alphas, net.sizes, 40_000, torch.Generator().manual_seed(0))
+    assert graph.cost("latency", sampled).double().mean().item() == pytest.approx(mean, rel=5e-3)
+    assert holds(parse_budget("latency:70%", graph), graph, dmcp.uniform(graph, "latency:70%"))
+
+
+# widths that the device likes
+
+
+def test_widths_are_multiples_that_the_device_likes() -> None:
+    """In spaces, chains and baselines alike, unless the user says otherwise."""
+    model, graph = traced()
+    slow = measured(lambda net: staircase_ms(net, 4, 4.0), align=1)
+    graph = slow.attach(graph)
+    assert slow.block == 4 and slow.multiples and slow.multiples in slow.summary
+    steps = {space.name: space.step(None) for space in graph.spaces}
+    assert steps == {"stem": 4, "conv1": 2, "conv3": 4, "conv4": 4}  # 8, 6, 9 and 11 channels: at least two widths
+    ends = dmcp.Supernet(model, graph, 4).sizes.cumsum(1).T.tolist()
+    for widths in (*ends, dmcp.uniform(graph, "latency:70%").values()):
+        for space, width in zip(graph.spaces, widths, strict=True):
+            assert width % steps[space.name] == 0 or width == space.size
+    assert {space.step(1) for space in graph.spaces} == {1}
+    rounding = measured(lambda net: staircase_ms(net, 4, 0.0), align=1)
+    assert rounding.block == 1 and not rounding.multiples and not table().multiples  # as fast as the next multiple
+
+
+@pytest.mark.parametrize(("writers", "expected_steps"), [(1, [32, 16, 8, 1]), (2, [64, 16, 8, 1])])
+def test_widths_for_a_gpu_have_the_usual_multiples(writers: int, expected_steps: list[int]) -> None:
+    """Of 32 inside and of 64 in streams; but each space keeps at least eight widths."""
+    on_gpu = replace(table(), place="cuda", device="a GPU")
+    steps = []
+    for size in (512, 128, 64, 8):
+        space = ChannelSpace("a", size, tuple("ab"[:writers]))
+        steps.append(replace(space, multiple=on_gpu.multiple_of(space), block=on_gpu.block).step(None))
+    assert steps == expected_steps and "32 or 64" in on_gpu.summary
+
+
 # costs and budgets
 
 
@@ -228,10 +321,34 @@ def chosen(scale: Callable[[int], float], text: str = "latency:60%") -> tuple[An
         return sum(widths.values()), widths, dmcp.cut(traced()[0], graph, widths)
 
     low, timer = graph.widths(sizes[:, 0].tolist()), timer_like(table(), None, device)
+    lowest, highest = graph.cost("latency", low), graph.cost("latency")
     width, outcome = choose_within_latency(
-        pick, found.budget, graph, lowest=graph.cost("latency", low), model=traced()[0], timer=timer
+        pick, found.budget, graph, lowest=lowest, highest=highest, model=traced()[0], timer=timer
     )
     return outcome, width - sum(expected(found).values())
+
+
+@pytest.mark.parametrize(("scale", "used"), [(0.8, 0.93), (0.9, 0.93), (0.5, 0.7)])
+def test_a_network_faster_than_its_forecast_is_chosen_wider(scale: float, used: float) -> None:
+    """Never above the limit as measured. At half the forecast the next choice is the unpruned network: too slow."""
+    outcome, wider = chosen(lambda params: scale)
+    assert outcome.held and not outcome.warning and wider > 0 and 1 <= outcome.again <= 3
+    assert outcome.measured_ms >= used * outcome.asked_ms
+
+
+def test_a_wider_network_that_is_too_slow_is_not_taken() -> None:
+    """Faster than asked up to some number of parameters, and much slower beyond."""
+    first, _ = chosen(lambda params: 1.0)
+    assert first.again == 0
+    params: list[int] = []
+
+    def jump(count: int) -> float:
+        params.append(count)
+        return 0.9 if count <= params[0] else 1.5
+
+    outcome, wider = chosen(jump)
+    assert outcome.held and wider == 0 and outcome.again == 0 and max(params) > params[0]
+    assert outcome.measured_ms == pytest.approx(0.9 * outcome.predicted_ms, rel=5e-3)
 
 
 @pytest.mark.parametrize(("scale", "text"), [(1, "latency:60%"), (0.9, "latency:90%,params:30%"), (1.1, "latency:60%")])
@@ -329,6 +446,85 @@ def test_this_machine_is_measured_in_onnxruntime() -> None:
     assert wide > 2 * again and 0.2 < again / found.unpruned_ms < 5  # a busy machine
 
 
+# devices that Python cannot reach
+
+
+@needs_onnx
+def test_networks_are_written_as_files_and_their_times_make_the_same_table(tmp_path: Path, capsys: Capture) -> None:
+    """The files are what the clock would have got: their outputs and their widths, in order."""
+    model, graph = traced()
+    config = LatencyConfig(networks=12)
+    path = dmcp.write_networks(model, X, tmp_path / "phone", graph, config)
+    rows = sample_widths(graph, config)
+    nets = [dmcp.cut(model, graph, graph.widths(row)) for row in rows]
+    lines = list(csv.reader(path.read_text().splitlines()))
+    assert lines[0] == ["network", "widths", "ms"] and len(lines) == 13
+    for (name, _, _), net in zip(lines[1:], nets, strict=True):
+        session = onnxruntime_session(tmp_path / "phone" / name)
+        (output,) = session.run(None, {session.get_inputs()[0].name: X[:1].numpy()})
+        np.testing.assert_allclose(output, net.eval()(X[:1]).detach().numpy(), atol=1e-5)
+    with pytest.raises(FileError, match=r"times\.csv"):  # nothing is timed yet
+        dmcp.read_latency(path, model, X, graph, config)
+    with pytest.raises(FileError, match="exists"):
+        dmcp.write_networks(model, X, tmp_path / "phone", graph, config)
+
+    filled = [lines[0]] + [[*line[:2], str(true_ms(net))] for line, net in zip(lines[1:], nets, strict=True)]
+    found = write_times(path, filled, config)
+    known = measured(Device(), networks=12)
+    assert (found.terms, found.networks) == (known.terms, known.networks) and "times" in found.how
+    assert timer_like(found, X) is None
+    for wrong in (
+        filled[:-1],
+        [*filled, filled[-1]],
+        [*filled, ["net-999.onnx", *filled[1][1:]]],
+        [filled[0], [*filled[2][:1], *filled[1][1:]], *filled[2:]],
+        [*filled[:-1], [*filled[-1][:2], "fast"]],
+        [*filled[:-1], [*filled[-1][:2], "-3"]],
+        [*filled[:-1], filled[-1][:2]],
+        filled[1:],
+        [],
+    ):
+        with pytest.raises(FileError, match=r"times\.csv"):
+            write_times(path, wrong, config)
+    with pytest.raises(FileError, match=r"widths"):
+        write_times(path, filled, replace(config, seed=1))
+
+
+def onnxruntime_session(path: Path) -> Any:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def write_times(path: Path, lines: list[list[str]], config: LatencyConfig) -> Latency:
+    path.write_text("\n".join(",".join(line) for line in lines))
+    model, graph = traced()
+    return dmcp.read_latency(path, model, X, graph, config)
+
+
+@needs_onnx
+def test_a_command_writes_networks_and_reads_their_times(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["latency", "--model", "digits:resnet", "--device", "cpu", "--networks", "12"]
+    assert run(capsys, *options, "--write", "phone", "--out", "table.json")[0] == 2
+    code, out, err = run(capsys, *options, "--write", "phone")
+    assert code == 0 and "phone/times.csv" in out, err
+    lines = Path("phone/times.csv").read_text().splitlines()
+    sizes = [Path("phone", line.split(",")[0]).stat().st_size for line in lines[1:]]
+    timed = [line + str(size / 1e6) for line, size in zip(lines[1:], sizes, strict=True)]
+    Path("phone/times.csv").write_text("\n".join([lines[0], *timed]))
+    code, out, err = run(capsys, *options, "--read", "phone/times.csv", "--out", "phone.json")
+    assert code == 0 and "held-out" in out, err
+    assert Latency.load("phone.json").unpruned_ms == pytest.approx(sizes[0] / 1e6)
+    code, _, err = run(capsys, *options[:-1], "13", "--read", "phone/times.csv")
+    assert code == 2 and err.count("\n") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        code, out, err = run(capsys, *PRUNE, "--latency", "phone.json", "--budget", "latency:70%", "--out", "run")
+    assert code == 0 and "by phone/times.csv" in out and "only a prediction" in err, err
+
+
 # prune
 
 
@@ -343,11 +539,23 @@ def test_prune_measures_by_itself_and_ends_within_the_time() -> None:
     runtime = dmcp.Runtime(on_event=events.append)
     result = prune(budget=f"{0.6 * whole:.6f}ms", latency=device, baselines=True, runtime=runtime)
     outcome, found = result.latency, Latency.of(result.graph)
-    assert outcome is not None and found is not None and outcome.held and device.calls == 40 + 2 * (1 + outcome.again)
+    assert outcome is not None and found is not None and outcome.held
+    choices = (device.calls - 40) / 2  # each beside the unpruned network; the uniform one is measured, too
+    assert 2 + outcome.again <= choices <= 8
     assert true_ms(result.model.eval()) <= 0.6 * whole * 1.02
     assert outcome.asked_ms == pytest.approx(0.6 * whole, rel=1e-5) and outcome.text in result.table
     assert outcome.predicted_ms == pytest.approx(found.latency_ms(result.widths))
     assert (events[0].stage, events[0].steps, events[0].record) == ("latency", 40, found)
+
+
+def test_uniform_widths_are_measured_and_chosen_again_like_searched_ones() -> None:
+    device = Device()
+    device.scale = lambda params: 1.0 if params == WHOLE else 1.3
+    result = prune(budget="latency:60%", graph=with_latency(), latency=device, baselines=["uniform"])
+    (macs,) = [row.macs for row in result.rows if row.name == "uniform"]
+    graph = result.graph
+    least, most = (graph.macs(dmcp.uniform(graph, f"latency:{60 / scale}%")) for scale in (1.4, 1.2))
+    assert least <= macs <= most
 
 
 def test_prune_takes_a_table_or_a_graph_that_has_one() -> None:
@@ -436,6 +644,9 @@ def test_a_table_is_made_by_a_command_and_given_to_another(
     budget = ["--budget", "latency:60%,params:70%", "--out", "run"]
     code, out, err = run(capsys, "search", *PRUNE[1:-2], *given, *budget)
     assert code == 0 and fake.calls == 2 and "asked" in out and Latency.load("run/latency.json") == found, err
+    replace(found, place="cuda").save("gpu.json")
+    code, out, err = run(capsys, *PRUNE, "--latency", "gpu.json", "--budget", "latency:60%", "--dry-run")
+    assert code == 0 and "--align" in out and "multiples of 32 or 64" in out, err
     fake.slow = lambda call: call % 5 == 2  # all that are held out
     assert "the machine was busy" in run(capsys, *options)[1]
 

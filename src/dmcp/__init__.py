@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from dmcp.exporting.export import export, quantize
     from dmcp.exporting.latency import Latency, measure_latency
+    from dmcp.exporting.latency_files import read_latency, write_networks
     from dmcp.pruning import prune
     from dmcp.request import Loaders
     from dmcp.results import PruneResult
@@ -71,7 +72,8 @@ __all__ = [
     "PruneResult", "Retrain", "Runtime", "SearchConfig", "SearchResult", "Searcher", "StoppedError", "Supernet", "Task",
     "TraceError", "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate",
     "expected", "export", "load", "load_search", "measure_latency", "paper", "parse_budget", "prune", "quantize",
-    "random_widths", "recalibrate", "reinitialize", "save", "search", "trace", "train", "uniform", "verify",
+    "random_widths", "read_latency", "recalibrate", "reinitialize", "save", "search", "trace", "train", "uniform",
+    "verify", "write_networks",
 ]
 _NAMES = {  # module -> what it gives
     "budgets": "Budget",
@@ -80,6 +82,7 @@ _NAMES = {  # module -> what it gives
     "WidthsError",
     "exporting.export": "export quantize",
     "exporting.latency": "Latency measure_latency",
+    "exporting.latency_files": "read_latency write_networks",
     "pruning": "prune",
     "request": "Loaders",
     "results": "PruneResult",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,12 +37,17 @@ def marginals(alpha: Tensor) -> Tensor:
 
 
 def moment(marginals: Tensor, sizes: Tensor, power: int) -> Tensor:
-    """Expected power of the width (eq. 8 for power 1). (S, G), (S, G) -> (S,)
+    """Expected power of the width (eq. 8 for power 1). (S, G), (S, G) -> (S,)"""
+    return mean_of(marginals, sizes, lambda widths: widths**power)
+
+
+def mean_of(marginals: Tensor, sizes: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Expected value of a function of the width, which is 0 at 0. (S, G), (S, G) -> (S,)
 
     The width is W_k, the sum of the first k group sizes, if k groups are kept. So the expectation is the sum over all
-    groups of the growth of W_k ** power times the marginal.
+    groups of the growth of function(W_k) times the marginal.
     """
-    total = sizes.cumsum(dim=1).to(marginals.dtype) ** power
+    total = function(sizes.cumsum(dim=1).to(marginals.dtype))
     growth = torch.cat([total[:, :1], total[:, 1:] - total[:, :-1]], dim=1)
     return (growth * marginals).sum(dim=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import length_hint
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -71,6 +71,7 @@ from dmcp.training.losses import MetricWarning, warn
 from dmcp.training.preflight import classes_of, first_two, preflight
 from dmcp.training.trained import is_trained
 
+Picked = TypeVar("Picked")
 _SHARED_ROWS = (ORIGINAL, TEACHER, UNPRUNED)  # rows that all budgets share
 _FORWARD = 1 / 3  # the work of a forward pass, as a share of a training step
 
@@ -424,7 +425,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selection:
 
 
 def _plan_cuts(job: PruneJob, source: nn.Module, choose: Callable[[Budget], Choice]) -> dict[str, PlannedCut]:
-    """The cut for each budget. A network that is slower than its latency limit, as measured, is chosen again."""
+    """The cut for each budget. A network that is slower or faster than its latency limit is chosen again."""
 
     def plan_cut(budget: Budget) -> PlannedCut:
         return PlannedCut(choice=choose(budget), source=source, budget=budget)
@@ -433,24 +434,33 @@ def _plan_cuts(job: PruneJob, source: nn.Module, choose: Callable[[Budget], Choi
         planned = plan_cut(budget)
         return planned, planned.widths, planned.cut(job.graph)
 
-    lowest, _ = reachable(job.graph, job.search)
     cuts: dict[str, PlannedCut] = {}
     for name, budget in job.budgets.items():
         if not limits_latency(budget):
             cuts[name] = plan_cut(budget)
             continue
-        folder = latency_folder(job.runtime, name if len(job.budgets) > 1 else "")
-        planned, outcome = choose_within_latency(
-            cut_to_be_measured,
-            budget,
-            job.graph,
-            lowest=job.graph.cost(LATENCY, lowest),
-            model=job.model,
-            timer=job.timer,
-            folder=folder,
-        )
+        planned, outcome = _choose_within_latency(job, cut_to_be_measured, name, name if len(job.budgets) > 1 else "")
+        if outcome.warning and current().first:
+            warn(outcome.warning, UserWarning)
         cuts[name] = replace(planned, latency=outcome)
     return cuts
+
+
+def _choose_within_latency(
+    job: PruneJob, pick: Callable[[Budget], tuple[Picked, Widths, nn.Module]], budget: str, folder: str
+) -> tuple[Picked, LatencyOutcome]:
+    """Pick for one of the budgets, and again as long as what is measured is not inside the limit or far below it."""
+    lowest, highest = reachable(job.graph, job.search)
+    return choose_within_latency(
+        pick,
+        job.budgets[budget],
+        job.graph,
+        lowest=job.graph.cost(LATENCY, lowest),
+        highest=job.graph.cost(LATENCY, highest),
+        model=job.model,
+        timer=job.timer,
+        folder=latency_folder(job.runtime, folder),
+    )
 
 
 # training
@@ -475,7 +485,7 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
     for name, planned in selection.cuts.items():
         if UNIFORM in job.baselines:
             row = job.row(UNIFORM, name)
-            widths[row] = _uniform_widths(job, planned.budget)
+            widths[row] = _uniform_widths(job, selection.source, name)
             if not retraining.anew:
                 cuts[row] = cut(selection.source, graph, widths[row], by="first" if job.searches else "l2")
         row = job.row(job.method, name)
@@ -488,16 +498,28 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
         source, graph, widths, job.loaders.final, retraining, cuts=cuts, task=job.task, runtime=job.runtime
     )
 
-    # Count once more: no network over its budget is handed out.
+    # Count once more: no network over its budget is handed out. Of latency, it is the limit of the forecast.
     for name, planned in selection.cuts.items():
-        check_budget(trained.networks[job.row(job.method, name)], planned.widths, graph, job.budgets[name])
+        check_budget(trained.networks[job.row(job.method, name)], planned.widths, graph, planned.budget)
         widths[job.row(CUT, name)] = planned.widths
     return selection.trained | trained, widths
 
 
-def _uniform_widths(job: PruneJob, budget: Budget) -> Widths:
+def _uniform_widths(job: PruneJob, source: nn.Module, budget: str) -> Widths:
+    """Uniform widths for one of the budgets; of a latency limit as measured, like those that are searched."""
     low, high = reachable(job.graph, job.search)
-    return uniform(job.graph, budget, low, job.search.align, filled(job.search), high)
+
+    def choose(limited: Budget) -> Widths:
+        return uniform(job.graph, limited, low, job.search.align, filled(job.search), high)
+
+    def cut_to_be_measured(limited: Budget) -> tuple[Widths, Widths, nn.Module]:
+        widths = choose(limited)
+        return widths, widths, cut(source, job.graph, widths)
+
+    if not limits_latency(job.budgets[budget]):
+        return choose(job.budgets[budget])
+    widths, _ = _choose_within_latency(job, cut_to_be_measured, budget, job.row(UNIFORM, budget))
+    return widths
 
 
 def _fresh_source(job: PruneJob) -> nn.Module:

@@ -229,7 +229,10 @@ def _expected_number(described: Setting, value: Any) -> str:
 
 _DECAY = "Weight decay; not applied to norms and biases."
 _SMOOTHING = "Label smoothing of the cross-entropy loss."
-_ALIGN = "Round widths to multiples of this number. Default: 16 in wide layers, less in narrow ones."
+_ALIGN = (
+    "Round widths to multiples of this number. Default: 16 in wide layers, less in narrow ones; "
+    "with a latency table, what its device likes."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ def prune(
 
     # The cut network, as a YOLO.
     small = planned.cut(graph)
-    check_budget(small, planned.widths, graph, parsed_budget)
+    check_budget(small, planned.widths, graph, planned.budget)
     recalibrate(small, batches)
     small.__class__ = type(trainer.model)
     LOGGER.info(f"Pruned from {graph.macs():,} to {graph.macs(planned.widths):,} MACs.")

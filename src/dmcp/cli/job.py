@@ -281,7 +281,11 @@ def with_checked_budgets(job: Job, folder: str = "") -> Job:
 
     graph = attach_latency(job.graph, search.budget, measure, table)
     parse_budgets(job.budgets, graph, *reachable(graph, search))
-    return replace(job, graph=graph)
+    reasons = dict(job.reasons)
+    attached = Latency.of(graph)
+    if attached is not None and attached.multiples and search.align is None:
+        reasons["align"] = attached.multiples
+    return replace(job, graph=graph, reasons=reasons)
 
 
 def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = None) -> tuple[Shape, str, Shape]:

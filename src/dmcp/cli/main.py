@@ -434,6 +434,12 @@ def latency(
     channels_last: Annotated[
         bool | None, typer.Option("--channels-last/--no-channels-last", help=_help("channels_last", LatencyConfig))
     ] = None,
+    write: Annotated[
+        str, typer.Option(help="Folder to write the networks to, as ONNX files to be timed on another device.")
+    ] = "",
+    read: Annotated[
+        str, typer.Option(help="CSV file of --write with the times filled in, to make the table from.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Time networks cut from a model, and fit a table that predicts the latency of other widths.
@@ -443,6 +449,8 @@ def latency(
       dmcp latency --model digits:resnet --out latency.json
       dmcp latency --model resnet18 --data ~/photos --runtime onnx
       dmcp latency --model resnet18 --device cuda --batch 256 --dtype bfloat16 --mode compiled
+      dmcp latency --model resnet18 --write phone
+      dmcp latency --model resnet18 --read phone/times.csv --out phone.json
     """
     config = RunConfig(
         model=model,
@@ -464,7 +472,7 @@ def latency(
         channels_last=channels_last,
         networks=networks,
     )
-    _late("show").latency(config, classes, settings, out, as_json)
+    _late("show").latency(config, classes, settings, out, write, read, as_json)
 
 
 @app.command(cls=Grouped)

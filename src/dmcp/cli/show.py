@@ -31,6 +31,7 @@ from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError, DmcpError, FileError
 from dmcp.exporting import export as exporting
 from dmcp.exporting.latency import measure_latency
+from dmcp.exporting.latency_files import read_latency, write_networks
 from dmcp.exporting.timing import time_files
 from dmcp.report.html import make_page
 from dmcp.results import measure_networks, results_table
@@ -71,9 +72,17 @@ def inspect(config: RunConfig, as_json: bool) -> None:
         print(describe_network(config.model, shape, graph))
 
 
-def latency(config: RunConfig, classes: int | None, settings: LatencyConfig, out: str, as_json: bool) -> None:
-    """Run `dmcp latency`: measure cut networks, print how well a table forecasts them, and save it in `out`."""
+def latency(
+    config: RunConfig, classes: int | None, settings: LatencyConfig, out: str, write: str, read: str, as_json: bool
+) -> None:
+    """Run `dmcp latency`: measure cut networks, print how well a table forecasts them, and save it in `out`.
+
+    write: a folder for the networks as files instead, which are measured elsewhere.
+    read: a file with these times.
+    """
     # A file that cannot be written is refused before anything is measured.
+    if write and (out or read):
+        raise DmcpError("--write only writes networks; later, use --read FILE.csv with --out to get the table.")
     if out:
         if Path(out).is_dir():
             raise FileError(f"--out: {out} is a folder: name a file.")
@@ -93,10 +102,20 @@ def latency(config: RunConfig, classes: int | None, settings: LatencyConfig, out
         sized(loaded, config.data, shape)  # refuses a shape that the images cannot have
 
     graph = trace_job(config, net, shape)
-    net = net.to(place_of(config))
     example = torch.randn(1, *shape, generator=generator(0))
-    measured = measure_latency(net, example, graph, settings)
+    if write:
+        path = write_networks(net, example, write, graph, settings)
+        if as_json:
+            print_json({"folder": write, "networks": settings.networks, "times": str(path)})
+        else:
+            print(f"Time the {settings.networks} networks in {write}, fill in the column ms of {path}, and read it:")
+            print(f"the same command with --read {path} --out latency.json instead of --write")
+        return
 
+    if read:
+        measured = read_latency(read, net, example, graph, settings)
+    else:
+        measured = measure_latency(net.to(place_of(config)), example, graph, settings)
     if out:
         measured.save(out)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import json
 import math
@@ -29,19 +30,24 @@ from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes
 from dmcp.runtime.progress import each, shown
 from dmcp.searching.rounding import allowed_widths
 from dmcp.settings import FloatType, LatencyConfig, LatencyMode, RuntimeKind
-from dmcp.tracing.cost import Terms, evaluate, is_free, product, total
+from dmcp.tracing.cost import WIDTH, Step, Terms, evaluate, is_free, product, total, variables
 from dmcp.tracing.coupling import Dims
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.layout import Atom, Layout, Segment, atoms_of, fixed
 from dmcp.tracing.modules import narrow, unwrap
 from dmcp.tracing.trace import trace
-from dmcp.tracing.widths import tuples
+from dmcp.tracing.widths import ChannelSpace, tuples
 from dmcp.units import FS_PER_MS, show_ms
 
 Array = NDArray[np.float64]
 Picked = TypeVar("Picked")
 LATENCY_FILE = "latency.json"  # the table's name in a run
-_FORMAT = "torch-dmcp latency 5"  # 4: with a checksum; 5: with the mode and the memory format
+_FORMAT = "torch-dmcp latency 6"  # 5: with the mode and the memory format; 6: with steps
 _CHECKSUM = "digest"  # of all else in the file
+# Of the multiples that widths get where `align` is left out:
+_ON_GPUS = 32  # as in HALP (Shen et al. 2022)
+_IN_STREAMS = 64  # where several layers write the same channels
+_MATTERS = 0.1  # share of the time that is lost at other widths, above which all layers get the multiple
 _POOR = 0.15  # median error above which a warning is given
 
 
@@ -60,9 +66,10 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Time of a forward pass as a polynomial in the widths, and the measurements it was fitted to."""
+    """Time of a forward pass as a polynomial in the widths and steps, and the measurements it was fitted to."""
 
-    terms: Mapping[tuple[int, ...], int]  # spaces that are multiplied -> femtoseconds
+    terms: Mapping[tuple[int, ...], int]  # spaces that are multiplied, and steps of them -> femtoseconds
+    steps: tuple[Step, ...]  # functions of the widths in the terms, as Polynomial numbers them
     fingerprint: str  # of the unpruned network
     spaces: tuple[str, ...]  # names, in order
     input_shape: Any  # of one sample
@@ -81,14 +88,55 @@ class Latency:
 
     @checked
     def attach(self, graph: ChannelGraph) -> ChannelGraph:
-        """Return the graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%"."""
+        """Return the graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%".
+
+        Where `align` is left out, widths are then multiples that the device of the table likes.
+        """
         names = tuple(space.name for space in graph.spaces)
         if (self.fingerprint, self.spaces, self.input_shape) != (graph.fingerprint, names, graph.input_shape):
             raise WidthsError(
                 "This latency table is for another network, input or ignored layers "
                 f"(it was measured at {self.input_shape}, this input is {graph.input_shape})."
             )
-        return replace(graph, extra={**graph.extra, LATENCY: self})
+        spaces = tuple(replace(space, multiple=self.multiple_of(space), block=self.block) for space in graph.spaces)
+        return replace(graph, spaces=spaces, extra={**graph.extra, LATENCY: self})
+
+    def multiple_of(self, space: ChannelSpace) -> int:
+        """Multiple of channels for a wide layer: as measured, or what is usual for the device."""
+        padded = [step.block for step in self.steps if step.padded]
+        if self.place == "cuda":
+            usual = _IN_STREAMS if len(space.writers) > 1 else _ON_GPUS
+        else:
+            usual = ChannelSpace.multiple
+        return max([usual, self.block, *padded])
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Multiple that all widths need, since the device is slow at others; 1 if it is not, or only a little."""
+        slow = [step for step in self.steps if not step.padded]
+        if not slow:
+            return 1
+        count = len(self.spaces)
+        number = 1 + self.steps.index(slow[0])
+        terms = {key: fs for key, fs in self.terms.items() if any(variable // count == number for variable in key)}
+        shares: list[float] = []
+        for network in self.networks:
+            lost_ms = Fit(terms, self.steps).ms(network.widths)
+            shares.append(lost_ms / self._fit.ms(network.widths))
+        return slow[0].block if median(shares) > _MATTERS else 1
+
+    @property
+    def multiples(self) -> str:
+        """Which multiples the device likes, in words; empty if they are the usual ones."""
+        multiples = sorted({self.multiple_of(ChannelSpace("", 1, writers)) for writers in (("",), ("", ""))})
+        if multiples == [ChannelSpace.multiple] and self.block == 1:
+            return ""
+        if self.block == max(multiples):
+            return f"multiples of {self.block} in all but the narrowest layers: others are slow"
+        words = f"multiples of {' or '.join(map(str, multiples))} in wide layers"
+        if self.block > 1:
+            words += f", and of {self.block} in all but the narrowest: others are slow"
+        return words
 
     @staticmethod
     def of(graph: ChannelGraph) -> Latency | None:
@@ -98,7 +146,11 @@ class Latency:
 
     def latency_ms(self, widths: Mapping[str, int]) -> float:
         """Forecast the time for some widths."""
-        return evaluate(dict(self.terms), [widths[name] for name in self.spaces]) / FS_PER_MS
+        return self._fit.ms([widths[name] for name in self.spaces])
+
+    @property
+    def _fit(self) -> Fit:
+        return Fit(dict(self.terms), self.steps)
 
     @property
     def unpruned_ms(self) -> float:
@@ -108,7 +160,7 @@ class Latency:
     @property
     def digest(self) -> str:
         """Hash of all forecasts."""
-        return hashlib.sha256(json.dumps(sorted(self.terms.items())).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([self.steps, sorted(self.terms.items())]).encode()).hexdigest()[:16]
 
     @property
     def how(self) -> str:
@@ -133,6 +185,7 @@ class Latency:
             f"Latency {self.how}: the unpruned network takes {show_ms(self.unpruned_ms)}, the smallest "
             f"{show_ms(self.networks[1].ms)}; predictions for {held_out} held-out networks are off by "
             f"{self.median_error:.1%} (median), {self.largest_error:.1%} (largest)."
+            + (f" Widths: {self.multiples}." if self.multiples else "")
         )
 
     @property
@@ -162,6 +215,7 @@ class Latency:
         try:
             fields = {key: value for key, value in data.items() if key not in ("format", _CHECKSUM)}
             fields["terms"] = {tuple(spaces): factor for spaces, factor in data["terms"]}
+            fields["steps"] = tuple(Step(*step) for step in data["steps"])
             fields["input_shape"] = tuples(data["input_shape"])
             return from_plain(Latency, fields)
         except (KeyError, TypeError, ValueError) as error:
@@ -201,7 +255,6 @@ def measure_latency(
         may export the network and time it on a phone, for example. It is called once per network. Without it, the
         networks are timed on this machine, with as many threads as torch uses.
     """
-    start = time.perf_counter()
     config = config or LatencyConfig()
     in_onnx = config.runtime == RuntimeKind.ONNX and measure is None
     if in_onnx:
@@ -221,44 +274,58 @@ def measure_latency(
         config = resolve_mode(config)
     rows = sample_widths(graph, config)
     timer = Timer(config=config, threads=torch.get_num_threads(), example=example, measure=measure)
-    times = timer.times(_cut(model, graph, row) for row in each("networks", rows))
+    start = time.perf_counter()
+    times = timer.times(cut_quickly(model, graph, row) for row in each("networks", rows))
+    seconds = time.perf_counter() - start
 
-    # The table is a fit to all networks. A fit without the held-out ones says how good its forecasts are.
-    kinds = count_work(graph)
-    terms = fit(kinds, rows, times)
+    if measure is not None:
+        name = getattr(measure, "__name__", type(measure).__name__)
+        return make_table(graph, config, rows, times, device=name, threads=timer.threads, seconds=seconds)
+    table = make_table(graph, config, rows, times, device=device_name(device), threads=timer.threads, seconds=seconds)
+    return replace(table, place=torch.device(device).type)
+
+
+def make_table(
+    graph: ChannelGraph,
+    config: LatencyConfig,
+    rows: Sequence[Sequence[int]],
+    times: Sequence[float],
+    *,
+    device: str,
+    threads: int = 1,
+    seconds: float = 0.0,
+) -> Latency:
+    """Fit a table to measured networks. A fit without the held-out ones says how good its forecasts are."""
+    whole_fit = fit(graph, rows, times)
     is_held_out = [number >= 2 and number % _HELD_OUT == 0 for number in range(len(rows))]
     fitted = [number for number in range(len(rows)) if not is_held_out[number]]
-    blind_terms = fit(kinds, [rows[number] for number in fitted], [times[number] for number in fitted])
+    blind_fit = fit(graph, [rows[number] for number in fitted], [times[number] for number in fitted])
 
     networks: list[Timed] = []
     errors: list[float] = []
     for row, ms, held_out in zip(rows, times, is_held_out, strict=True):
-        forecast_ms = evaluate(blind_terms if held_out else terms, row) / FS_PER_MS
+        forecast_ms = (blind_fit if held_out else whole_fit).ms(row)
         networks.append(Timed(tuple(row), ms, forecast_ms, held_out))
         if held_out:
             errors.append(abs(forecast_ms / ms - 1))
 
-    name = getattr(measure, "__name__", type(measure).__name__)
-    device_type = ""
-    if measure is None:
-        name = device_name(device)
-        device_type = torch.device(device).type
     return Latency(
-        terms=terms,
+        terms=whole_fit.terms,
+        steps=whole_fit.steps,
         fingerprint=graph.fingerprint,
         spaces=tuple(space.name for space in graph.spaces),
         input_shape=graph.input_shape,
         networks=tuple(networks),
         median_error=median(errors),
         largest_error=max(errors),
-        device=name,
-        place=device_type,
+        device=device,
+        place="",
         batch=config.batch,
-        threads=timer.threads,
+        threads=threads,
         dtype=config.dtype,
         mode=config.mode or LatencyMode.EAGER,
         channels_last=bool(config.channels_last),
-        seconds=time.perf_counter() - start,
+        seconds=seconds,
         runtime=config.runtime,
     )
 
@@ -292,7 +359,7 @@ def sample_widths(graph: ChannelGraph, config: LatencyConfig) -> list[list[int]]
     return [row.tolist() for row in rows]
 
 
-def _cut(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Module:
+def cut_quickly(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Module:
     """Cut a copy of the model, without the check by replay that `cut` makes: the network is run anyway."""
     widths = graph.widths(row)
     return narrow(model, graph.cuts(widths), graph.attributes(widths))
@@ -303,14 +370,93 @@ def _cut(model: nn.Module, graph: ChannelGraph, row: Sequence[int]) -> nn.Module
 # Kinds of work, beside those of multiply-adds:
 LAYERS = "written by layers"
 OTHERS = "written by other ops"
+Work = dict[tuple[str, int], Terms]  # kind and resolution -> how much, at any widths
 # Of iteratively reweighted least squares:
 _TURNS = 12
 _CLOSE = 1e-4  # errors below it count alike
 _FIRM = 1e4  # weight of the unpruned network
+# Of the choice of steps:
+BLOCKS = (4, 8, 16, 32, 64)  # channels that kernels take at once
+_FOLDS = 5
+_BETTER = 0.9  # share of the error without a step, below which the step is taken,
+_WORTH = 0.005  # if the error is lower by this, too
 
 
-def count_work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
-    """Count the MACs of the eval pass, and the numbers written, by kind and resolution of the layer."""
+@dataclass(frozen=True)
+class Fit:
+    """Femtoseconds as a polynomial in the widths, and in steps of them."""
+
+    terms: Terms
+    steps: tuple[Step, ...]
+
+    def ms(self, row: Sequence[int]) -> float:
+        """The time for some widths."""
+        return evaluate(self.terms, variables(row, self.steps)) / FS_PER_MS
+
+
+def fit(graph: ChannelGraph, rows: Sequence[Sequence[int]], ms: Sequence[float], blocks: Sequence[int] = BLOCKS) -> Fit:
+    """Fit a constant, and a price per unit of each kind of work; first choose which steps the device has.
+
+    A device may be slow where a width is no multiple of a block, or take as long as for the next multiple. Each of
+    these is tried with blocks of several sizes, and taken if networks that the fit has not seen are forecast better.
+    """
+    times = np.array(ms)
+    constant: Work = {("constant", 0): {(): 1}}
+    works = [constant | count_work(graph, WIDTH)]
+    amounts = [_amounts(works[0], rows, ())]
+    steps: tuple[Step, ...] = ()
+    least_error = _unseen_error(amounts[0], times)
+    for padded in (False, True):
+        trials: list[tuple[float, Step, Work, Array]] = []
+        for block in blocks:
+            step = Step(block, padded)
+            work = count_work(graph, step, offset=len(graph.spaces) * len(works))
+            amount = _amounts(work, rows, (*steps, step))
+            error = _unseen_error(np.hstack([*amounts, amount]), times)
+            trials.append((error, step, work, amount))
+        if not trials:
+            break
+        error, step, work, amount = min(trials, key=lambda trial: trial[0])
+        if error < min(_BETTER * least_error, least_error - _WORTH):
+            least_error = error
+            steps = (*steps, step)
+            works.append(work)
+            amounts.append(amount)
+
+    prices = iter(least_errors(np.hstack(amounts), times).tolist())
+    terms: dict[tuple[int, ...], float] = collections.defaultdict(float)
+    for work in works:
+        for part in work.values():
+            price = next(prices)
+            for variables_of_term, factor in part.items():
+                terms[variables_of_term] += factor * price * FS_PER_MS
+    return Fit({key: round(value) for key, value in terms.items()}, steps)
+
+
+def _amounts(work: Work, rows: Sequence[Sequence[int]], steps: Sequence[Step]) -> Array:
+    """How much work of each kind networks have. -> (N, P)"""
+    values = [variables(row, steps) for row in rows]
+    amounts = [[float(evaluate(part, value)) for part in work.values()] for value in values]
+    return np.array(amounts).reshape(len(rows), len(work))
+
+
+def _unseen_error(amounts: Array, times: Array) -> float:
+    """Mean error of forecasts of networks by a fit to others; the unpruned and the smallest one are always seen."""
+    errors: list[float] = []
+    numbers = np.arange(len(times))
+    for fold in range(_FOLDS):
+        unseen = (numbers >= 2) & (numbers % _FOLDS == fold)
+        prices = least_errors(amounts[~unseen], times[~unseen])
+        errors += np.abs(amounts[unseen] @ prices / times[unseen] - 1).tolist()
+    return float(np.mean(errors))
+
+
+def count_work(graph: ChannelGraph, step: Step = WIDTH, offset: int = 0) -> Work:
+    """Count the MACs of the eval pass, and the numbers written, by kind and resolution of the layer.
+
+    With a padded step: those of padded widths. With another one: those that read or write widths that are no multiple
+    of its block, at all resolutions together. offset: of the numbers that variables of the step have in the terms.
+    """
     eval_pass = graph.coupling.passes[0]
     recording = eval_pass.recording
     parts: dict[tuple[str, int], list[Terms]] = collections.defaultdict(list)
@@ -318,8 +464,16 @@ def count_work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
     def add(kind: str, value: int, coefficient: int, dims: Dims) -> None:
         shape = recording.shapes[value]
         resolution = math.prod(shape[2:]) if len(shape) > 3 else 1
-        terms = product(coefficient, graph.coupling.in_spaces(dims, graph.space_numbers))
-        parts[kind, resolution].append(terms)
+        all_dims = graph.coupling.in_spaces(dims, graph.space_numbers)
+        counted: Sequence[Layout]
+        if step.padded:
+            counted = [_of_step(dim, step, offset) for dim in all_dims]
+        else:
+            resolution = 0
+            counted = _with_last(all_dims, step, offset)
+        terms = {key: factor for key, factor in product(coefficient, counted).items() if factor}
+        if terms:
+            parts[kind, resolution].append(terms)
 
     # Multiply-adds. Grouped layers are a kind of their own: they write as much for far fewer products.
     writers = {out: op for op in recording.ops for out in op.outs if out is not None}
@@ -342,16 +496,24 @@ def count_work(graph: ChannelGraph) -> dict[tuple[str, int], Terms]:
     return {key: total(terms) for key, terms in parts.items()}
 
 
-def fit(kinds: Mapping[tuple[str, int], Terms], rows: Sequence[Sequence[int]], ms: Sequence[float]) -> Terms:
-    """Fit femtoseconds as a polynomial in the widths: a constant, and a price per unit of each kind of work."""
-    parts: list[Terms] = [{(): 1}, *kinds.values()]
-    amounts = np.array([[float(evaluate(part, row)) for part in parts] for row in rows])  # (N, P)
-    prices = least_errors(amounts, np.array(ms)).tolist()
-    terms: dict[tuple[int, ...], float] = collections.defaultdict(float)
-    for part, price in zip(parts, prices, strict=True):
-        for spaces, factor in part.items():
-            terms[spaces] += factor * price * FS_PER_MS
-    return {spaces: round(value) for spaces, value in terms.items()}
+def _with_last(dims: Sequence[Layout], step: Step, offset: int) -> Sequence[Layout]:
+    """Dims of which the last one that has spaces, such as the channels that a layer reads, counts by a step."""
+    for position in range(len(dims) - 1, -1, -1):
+        if atoms_of(dims[position]):
+            return [*dims[:position], _of_step(dims[position], step, offset), *dims[position + 1 :]]
+    return [fixed(0)]
+
+
+def _of_step(dim: Layout, step: Step, offset: int) -> Layout:
+    """A dim in which spaces that stand alone count by a step; what else is in it counts as it is, or not at all."""
+    segments: list[Segment] = []
+    for segment in dim:
+        axis = segment[0]
+        if len(segment) == 1 and isinstance(axis, Atom):
+            segments.append((Atom(axis.index + offset),))
+        elif step.padded:
+            segments.append(segment)
+    return tuple(segments)
 
 
 def least_errors(amounts: Array, times: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Widths within a latency limit: chosen by the forecast of a table, measured, and chosen again if they are too slow."""
+"""Widths within a latency limit: chosen by the forecast of a table, measured, and chosen again if that was wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from dmcp.units import FS_PER_MS
 
 Picked = TypeVar("Picked")
 CHOICE_FILE = "choice-{}.json"  # times of what was picked, beside the checkpoints of a search
-_TRIES = 3  # further choices, if a network is slower than its forecast
+_TRIES = 3  # further choices, if a network is slower or faster than its forecast
+_USED = 0.97  # share of the limit that a network must take, as measured, or wider ones are tried
 
 
 def choose_within_latency(
@@ -38,22 +39,31 @@ def choose_within_latency(
     graph: ChannelGraph,
     *,
     lowest: int,
+    highest: int,
     model: nn.Module,
     timer: Timer | None,
     folder: Path | None = None,
 ) -> tuple[Picked, LatencyOutcome]:
-    """Pick for the budget, and again if the cut network, once measured, is slower than the latency limit.
+    """Pick for the budget, and again if the cut network, once measured, is slower or much faster than asked.
 
-    The limit is then lowered by as much, down to `lowest` femtoseconds. Rank 0 measures for all, once: times that are
-    in the folder are kept.
+    The limit of the forecast is then moved by as much, between `lowest` and `highest` femtoseconds. The slowest network
+    inside the limit is returned, as measured, or the last one if none is. Rank 0 measures for all, once: times that
+    are in the folder are kept.
     """
     table = Latency.of(graph)
     assert table is not None
     asked = next(limit.target for limit in budget.limits if limit.kind == LATENCY)
     target = asked
+    slowest_inside: tuple[Picked, LatencyOutcome] | None = None
+    inside = lowest - 1  # the largest forecast so far whose network is inside the limit
+    outside = highest + 1  # the smallest one whose network is not
+    measured: set[Widths] = set()
     for again in range(_TRIES + 1):
         limits = [Limit(LATENCY, target) if limit.kind == LATENCY else limit for limit in budget.limits]
         picked, widths, small = pick(replace(budget, limits=tuple(limits)))
+        if widths in measured:
+            break
+        measured.add(widths)
         predicted = graph.cost(LATENCY, widths)
 
         share = _once(folder, CHOICE_FILE.format(again), functools.partial(_time_beside, timer, small, model))["share"]
@@ -66,12 +76,29 @@ def choose_within_latency(
             measured_ms=measured_ms,
             again=again,
         )
-        if measured_ms is None or outcome.held or target == lowest:
+        chosen = picked, outcome
+        if measured_ms is None:
             break
-        target = max(math.floor(min(target, predicted) * outcome.asked_ms / measured_ms), lowest)
-    if outcome.warning and current().first:
-        warnings.warn(outcome.warning, stacklevel=3)
-    return picked, outcome
+
+        if outcome.held:
+            inside = max(inside, predicted)
+            is_slowest = slowest_inside is None or measured_ms > (slowest_inside[1].measured_ms or 0.0)
+            if is_slowest:
+                slowest_inside = chosen
+            if measured_ms >= _USED * outcome.asked_ms:
+                break
+        else:
+            outside = min(outside, predicted)
+            if target == lowest:
+                break
+
+        # Which forecast takes as long as asked? Where both sides were tried, it is between them.
+        if lowest <= inside < outside <= highest:
+            target = (inside + outside) // 2
+        else:
+            target = min(max(math.floor(predicted * outcome.asked_ms / measured_ms), lowest), highest)
+
+    return slowest_inside or chosen
 
 
 def _time_beside(timer: Timer | None, small: nn.Module, model: nn.Module) -> dict[str, float | None]:

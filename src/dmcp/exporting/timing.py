@@ -153,18 +153,23 @@ def forward_pass(net: nn.Module, example: Any, mode: LatencyMode | None, device:
 # networks in onnxruntime
 
 
-@torch.no_grad()
 def _session(net: nn.Module, example: Any, threads: int) -> Callable[[], object]:
-    """Return a forward pass of a network, in eval mode, in onnxruntime.
-
-    torch's older exporter writes the file: for 40 networks it takes minutes less than the one that `export` uses.
-    """
+    """Return a forward pass of a network, in eval mode, in onnxruntime."""
     with tempfile.TemporaryDirectory(prefix="dmcp-") as folder:
         path = Path(folder) / "net.onnx"
-        flat = _FlatNetwork(net, example).eval()
-        with silence():  # the batch size is fixed: a free one would cost time
-            torch.onnx.export(flat, tuple(tensors_in(example)), path, dynamo=False)
+        write_quickly(net, example, path)
         return functools.partial(open_file(path, threads).run, example)
+
+
+@torch.no_grad()
+def write_quickly(net: nn.Module, example: Any, path: Path) -> None:
+    """Write a network in eval mode to an ONNX file whose batch size is fixed: a free one would cost time.
+
+    torch's older exporter writes it: for 40 networks it takes minutes less than the one that `export` uses.
+    """
+    flat = _FlatNetwork(net, example).eval()
+    with silence():
+        torch.onnx.export(flat, tuple(tensors_in(example)), path, dynamo=False)
 
 
 class _FlatNetwork(nn.Module):

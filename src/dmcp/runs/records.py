@@ -99,7 +99,7 @@ class LatencyOutcome:
     unpruned_ms: float
     how: str  # device and batch, in words
     measured_ms: float | None = None  # None: not on this machine
-    again: int = 0  # how often widths were chosen again, because the network was too slow
+    again: int = 0  # how often widths were chosen again, because the network was slower or faster than asked
 
     @property
     def held(self) -> bool:

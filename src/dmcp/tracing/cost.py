@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -64,27 +64,77 @@ def evaluate(terms: Terms, widths: Sequence[int]) -> int:
     return value
 
 
+class Step(NamedTuple):
+    """A function of a width that jumps at multiples of a block, as the time of kernels does that take whole blocks."""
+
+    block: int
+    padded: bool  # the width rounded up to whole blocks; else the width if it is no multiple of the block, and 0 if so
+
+    @overload
+    def __call__(self, width: int) -> int: ...
+    @overload
+    def __call__(self, width: Tensor) -> Tensor: ...
+    def __call__(self, width: Any) -> Any:
+        """Exact for integers; for floats the gradient is that of the width, wherever it counts."""
+        if self == WIDTH:
+            return width
+        if not self.padded:
+            return width * (width % self.block != 0)
+        missing = -width % self.block
+        if isinstance(missing, Tensor):
+            missing = missing.detach()
+        return width + missing
+
+
+WIDTH = Step(1, padded=True)  # the width itself
+Product = tuple[Step, ...]  # a function of one width: the product of its steps
+
+
+def variables(widths: Sequence[int], steps: Sequence[Step]) -> list[int]:
+    """The widths, and then what each step makes of them."""
+    return [step(width) for step in (WIDTH, *steps) for width in widths]
+
+
 class Polynomial:
     """A polynomial as tensors: many widths in one expression.
 
     Each term is a coefficient times powers of different spaces. Tensors are made at the first call for a device and a
     dtype; `expected` then neither copies from the host nor waits for the device, and a CUDA graph can capture it.
+
+    steps: functions of the widths that terms may have as well: `spaces` * k + s is function k of the width of space s,
+        where function 0 is the width itself.
     """
 
-    def __init__(self, terms: Terms, spaces: int, factors: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        spaces: int,
+        factors: Sequence[Sequence[int]] = (),
+        steps: Sequence[Step] = (),
+    ) -> None:
         self.terms = terms
         self.spaces = spaces
+        self.steps = tuple(steps)
         self._factors = factors  # of a peak: of each term, in each of its polynomials
-        powers_by_term = [Counter(key) for key in terms]  # space -> its power, for each term
-        self._highest_power = max((max(powers.values(), default=1) for powers in powers_by_term), default=1)
-        self._most_spaces = max((len(powers) for powers in powers_by_term), default=0)
 
-        # A term is the product of some rows of a table: the widths, their squares, ..., and a row of ones that fills
-        # up terms of fewer spaces.
-        row_of_ones = self._highest_power * spaces
+        # What a term has of one space is one function of its width: the product of some steps, such as w * w.
+        functions_by_term: list[dict[int, Product]] = []
+        for key in terms:
+            functions: dict[int, Product] = {}
+            for variable in sorted(key):
+                number, space = divmod(variable, spaces)
+                functions[space] = (*functions.get(space, ()), (WIDTH, *steps)[number])
+            functions_by_term.append(functions)
+        used = {function: None for functions in functions_by_term for function in functions.values()}
+        self._functions = list(used) or [(WIDTH,)]
+        self._most_spaces = max(map(len, functions_by_term), default=0)
+
+        # A term is the product of some rows of a table: each function of all widths, and a row of ones that fills up
+        # terms of fewer spaces.
+        row_of_ones = len(self._functions) * spaces
         self._rows: list[list[int]] = []
-        for powers in powers_by_term:
-            rows = [space + (power - 1) * spaces for space, power in powers.items()]
+        for functions in functions_by_term:
+            rows = [space + self._functions.index(function) * spaces for space, function in functions.items()]
             rows += [row_of_ones] * (self._most_spaces - len(rows))
             self._rows.append(rows)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
@@ -95,28 +145,26 @@ class Polynomial:
         chunk_size = max(1, _CHUNK // max(1, len(self.terms)))
         values: list[Tensor] = []
         for chunk in torch.split(widths, chunk_size, dim=1):
-            # products, not pow, which is exact for few numbers only
-            powers = list(itertools.accumulate([chunk] * self._highest_power, torch.mul))
-            values.append(self._sum(powers))
+            values.append(self._sum([_multiply(function, chunk) for function in self._functions]))
         return torch.cat(values)
 
     def evaluate(self, widths: Sequence[int]) -> int:
         """The exact value at some widths."""
-        return evaluate(self.terms, widths)
+        return evaluate(self.terms, variables(widths, self.steps))
 
-    def expected(self, moment: Callable[[int], Tensor]) -> Tensor:
-        """Expectation if the widths of spaces are independent (eqs. 9 to 12); moment(p) gives E[w ** p]. -> ()"""
-        powers = [moment(power)[:, None] for power in range(1, self._highest_power + 1)]
-        return self._sum(powers).reshape(())
+    def expected(self, mean_of: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> Tensor:
+        """Expectation if the widths of spaces are independent (eqs. 9 to 12); mean_of(f) gives E[f(w)]. -> ()"""
+        means = [mean_of(functools.partial(_multiply, function))[:, None] for function in self._functions]
+        return self._sum(means).reshape(())
 
-    def _sum(self, powers: Sequence[Tensor]) -> Tensor:
-        """The value from the widths, their squares, ... (S, N) each -> (N,)"""
-        return self._products(powers).sum(dim=0)
+    def _sum(self, functions: Sequence[Tensor]) -> Tensor:
+        """The value from the functions of the widths, such as their squares. (S, N) each -> (N,)"""
+        return self._products(functions).sum(dim=0)
 
-    def _products(self, powers: Sequence[Tensor]) -> Tensor:
+    def _products(self, functions: Sequence[Tensor]) -> Tensor:
         """The value of each term. (S, N) each -> (T, N)"""
-        first = powers[0]
-        values = torch.cat([*powers, first.new_ones(1, first.shape[1])])
+        first = functions[0]
+        values = torch.cat([*functions, first.new_ones(1, first.shape[1])])
         products, columns, _ = self._table(values)
         for column in columns:
             products = products * values[column]  # not index_select: its gradient adds in any order on a GPU
@@ -136,6 +184,11 @@ class Polynomial:
                 factors = on_device(self._factors).to(like.dtype)
                 self._tables[key] = coefficients, columns, factors
         return self._tables[key]
+
+
+def _multiply(function: Product, widths: Tensor) -> Tensor:
+    """Products, not pow, which is exact for few numbers only. (S, N) -> (S, N)"""
+    return functools.reduce(torch.mul, [step(widths) for step in function])
 
 
 _ELEMENTWISE = {"batch_norm", "prelu", "_prelu_kernel", "where", "masked_fill"}  # besides those with a pointwise rule
@@ -172,8 +225,8 @@ class Peak(Polynomial):
         """The moment of the peak at some widths; the first of several."""
         return max(self.moments, key=lambda moment: evaluate(moment.terms, widths))
 
-    def _sum(self, powers: Sequence[Tensor]) -> Tensor:
-        products = self._products(powers)  # (T, N)
+    def _sum(self, functions: Sequence[Tensor]) -> Tensor:
+        products = self._products(functions)  # (T, N)
         factors = self._table(products)[2]
         if products.device.type == "cpu":
             return (factors @ products).amax(dim=0)

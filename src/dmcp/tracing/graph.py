@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dmcp.arguments import checked
 from dmcp.errors import BudgetError, CutError, WidthsError
-from dmcp.markov import moment
+from dmcp.markov import mean_of
 from dmcp.tracing.cost import LayerCost, Moment, Peak, Polynomial, Terms, evaluate, total
 from dmcp.tracing.coupling import Coupling
 from dmcp.tracing.layout import Layout, Segment
@@ -99,7 +99,7 @@ class ChannelGraph:
             "traffic": Polynomial(self.traffic_terms, count),
         }
         for name, cost in self.extra.items():
-            polynomials[name] = Polynomial(dict(cost.terms), count)
+            polynomials[name] = Polynomial(dict(cost.terms), count, steps=cost.steps)
         return polynomials
 
     @functools.cached_property
@@ -225,7 +225,7 @@ class ChannelGraph:
 
     def expected_cost(self, kind: str, marginals: Tensor, sizes: Tensor) -> Tensor:
         """Expected cost of one kind, given the chance that each group survives. (S, G), (S, G) -> ()"""
-        return self._polynomial(kind).expected(lambda power: moment(marginals, sizes, power))
+        return self._polynomial(kind).expected(lambda function: mean_of(marginals, sizes, function))
 
     def layers(self, widths: Mapping[str, int] | None = None) -> tuple[LayerCost, ...]:
         """What each layer costs, in the order in which the layers run."""

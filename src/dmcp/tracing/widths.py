@@ -14,6 +14,9 @@ from dmcp.errors import WidthsError
 if TYPE_CHECKING:  # torch takes seconds to import, and a list of runs needs no tensors
     from torch import Tensor, nn
 
+_MANY_WIDTHS = 8  # of a space, so that a search has a choice
+_FEW_WIDTHS = 2
+
 
 @dataclass(frozen=True)
 class ChannelSpace:
@@ -24,21 +27,29 @@ class ChannelSpace:
     writers: tuple[str, ...] = ()  # layers whose output channels live in it
     readers: tuple[str, ...] = ()  # layers that take it as input channels
     unit: int = 1  # real channels of each one, in the layer with the fewest: more than 1 where whole groups are kept
+    multiple: int = 16  # of real channels that is fast, for widths of wide layers: 16 is on most processors
+    block: int = 1  # multiple that even narrow layers need, since a device is slow at others: see Latency.attach
 
     def step(self, align: int | None) -> int:
         """The smallest difference between two widths, if real channels are to be multiples of `align`.
 
-        None chooses the first of 16 (fast on most processors), 8, 4, 2 and 1 that leaves at least eight widths.
+        None chooses the largest of `multiple`, its half, its quarter, ... and 1 that leaves at least eight widths, or
+        of `block`, its half, ... that leaves two, if that is more.
         """
         if align is None:
-            for multiple in (16, 8, 4, 2):
-                step = multiple // math.gcd(multiple, self.unit)
-                if self.size >= 8 * step:
-                    return step
-            return 1
+            return max(self._step(self.multiple, _MANY_WIDTHS), self._step(self.block, _FEW_WIDTHS))
         if not isinstance(align, int) or align < 1:
             raise WidthsError(f"align must be an int of at least 1, not {align!r}.")
         return align // math.gcd(align, self.unit)
+
+    def _step(self, multiple: int, count: int) -> int:
+        """The step for the largest of a power of two, its half, ... that leaves so many widths; else 1."""
+        while multiple > 1:
+            step = multiple // math.gcd(multiple, self.unit)
+            if self.size >= count * step:
+                return step
+            multiple //= 2
+        return 1
 
 
 class Dim(NamedTuple):
