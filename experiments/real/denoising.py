@@ -1,0 +1,134 @@
+"""Prune DnCNN-S-25, a denoiser that somebody else trained, and measure what it costs: PSNR on Set12 and BSD68.
+
+    git clone https://github.com/SaoYan/DnCNN-PyTorch       # network, weights and images (GPL-3)
+    python -m experiments.real.denoising DnCNN-PyTorch --budget 70% --budget 50% --epochs 20
+
+One line of JSON is written for each row of the table: before, right after the cut, after fine-tuning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+import dmcp
+from experiments.real.rows import write_rows
+
+NOISE = 25 / 255
+PATCH = 50
+Batch = tuple[Tensor, Tensor]  # noisy images, and the noise in them, which the network predicts
+
+
+def read_images(folder: Path, device: str) -> list[Tensor]:
+    """Grey images in [0, 1], each (1, H, W)."""
+    images = []
+    for path in sorted(folder.glob("*.png")):
+        pixels = np.asarray(Image.open(path).convert("L"), dtype=np.float32) / 255
+        images.append(torch.from_numpy(pixels)[None].to(device))
+    return images
+
+
+class Patches:
+    """Batches of random patches, turned and mirrored, with new noise: functions of seed and epoch."""
+
+    def __init__(self, images: list[Tensor], batch: int, steps: int, seed: int) -> None:
+        self.images, self.batch, self.steps, self.seed, self.epoch = torch.stack(images), batch, steps, seed, 0
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        device = self.images.device
+        random = torch.Generator(device).manual_seed(1000 * self.seed + self.epoch)
+        room = self.images.shape[-1] - PATCH + 1
+        inside = torch.arange(PATCH, device=device)
+        for _ in range(self.steps):
+            number = torch.randint(len(self.images), (self.batch, 1, 1), generator=random, device=device)
+            corner = torch.randint(room, (2, self.batch, 1), generator=random, device=device)
+            rows, columns = corner[0] + inside, corner[1] + inside
+            clean = self.images[number, 0, rows[:, :, None], columns[:, None, :]][:, None]
+            turns, mirror = torch.randint(4, (2,), generator=random, device=device).tolist()
+            clean = clean.rot90(turns, (2, 3))
+            clean = clean.flip(3) if mirror % 2 else clean
+            noise = NOISE * torch.randn(clean.shape, generator=random, device=device)
+            yield clean + noise, noise
+
+
+def add_noise(images: list[Tensor]) -> list[Batch]:
+    """One batch for each image, always with the same noise."""
+    batches = []
+    for number, image in enumerate(images):
+        random = torch.Generator().manual_seed(number)
+        noise = NOISE * torch.randn(image.shape, generator=random).to(image.device)
+        batches.append(((image + noise)[None], noise[None]))
+    return batches
+
+
+def squared_error(output: Tensor, batch: Batch) -> Tensor:
+    """Mean squared error of the predicted noise."""
+    return F.mse_loss(output, batch[1])
+
+
+def psnr(output: Tensor, batch: Batch) -> tuple[float, int]:
+    """PSNR of one denoised image, in dB."""
+    noisy, noise = batch
+    denoised = (noisy - output.float()).clamp(0, 1)
+    return float(-10 * (denoised - (noisy - noise)).square().mean().log10()), 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, help="a clone of DnCNN-PyTorch")
+    parser.add_argument("--budget", action="append", required=True)
+    parser.add_argument("--method", default="dmcp")
+    parser.add_argument("--epochs", type=int, default=20, help="of --steps batches with 128 patches")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--teacher", action="store_true", help="learn from the unpruned network, too")
+    options = parser.parse_args()
+
+    sys.path.insert(0, str(options.folder))
+    from models import DnCNN  # type: ignore[import-not-found]
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = torch.nn.DataParallel(DnCNN(channels=1))  # as the weights were saved
+    model.load_state_dict(torch.load(options.folder / "logs/DnCNN-S-25/net.pth", map_location="cpu", weights_only=True))
+    model = model.module.to(device)
+    images = read_images(options.folder / "data/train", device)
+    loader = Patches(images, batch=128, steps=options.steps, seed=options.seed)
+    set12 = add_noise(read_images(options.folder / "data/Set12", device))
+    bsd68 = add_noise(read_images(options.folder / "data/Set68", device))
+
+    result = dmcp.prune(
+        model,
+        loader,
+        set12,
+        options.budget,
+        method=options.method,
+        search=dmcp.SearchConfig(budget="50%", seed=options.seed),
+        train=dmcp.TrainConfig(epochs=options.epochs, seed=options.seed),
+        teacher=model if options.teacher else None,
+        baselines=["original", "uniform"],
+        task=dmcp.Task(loss=squared_error, metric=psnr),
+    )
+    facts = {"method": options.method, "seed": options.seed, "epochs": options.epochs, "taught": options.teacher}
+    write_rows(result, test="Set12", **facts)
+    networks = {"original": model} | {budget: each.model for budget, each in result.by_budget.items()}
+    for name, network in networks.items():
+        print(json.dumps(facts | {"test": "BSD68", "name": name, "score": dmcp.evaluate(network, bsd68, psnr)}))
+
+
+if __name__ == "__main__":
+    main()
