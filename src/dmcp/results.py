@@ -23,6 +23,7 @@ from dmcp.runs.records import (
     LatencyOutcome,
     Row,
     StepRecord,
+    WithinOutcome,
     pruned,
     score,
 )
@@ -52,6 +53,7 @@ class PruneResult:
     budget: Budget
     origin: str = ""  # a sentence that says where the weights come from
     latency: LatencyOutcome | None = None  # times asked for, predicted and measured, if latency is limited
+    within: WithinOutcome | None = None  # how the budget was chosen, if a loss was allowed instead
     by_budget: Mapping[str, PruneResult] = field(default_factory=dict)  # with several budgets, the result of each
     search_config: ResolvedSearchConfig | None = None  # all settings of the search; None if the method does not search
     train_config: ResolvedTrainConfig | None = None  # all settings of the training; None if nothing was trained
@@ -61,7 +63,8 @@ class PruneResult:
         """The rows as text, with notes that explain them."""
         results = list(self.by_budget.values()) or [self]
         latencies = [result.latency.text for result in results if result.latency is not None]
-        return "\n".join([results_table(self.rows, self.graph, self.origin), *latencies])
+        decisions = [] if self.within is None else [self.within.text]
+        return "\n".join([results_table(self.rows, self.graph, self.origin), *decisions, *latencies])
 
 
 # measuring
