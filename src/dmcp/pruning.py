@@ -29,7 +29,7 @@ from dmcp.request import (
     resolve_settings,
     warn_of_teacher,
 )
-from dmcp.results import PruneResult, measure_networks, unknown_scores
+from dmcp.results import PruneResult, measure_networks, milliseconds, unknown_scores
 from dmcp.retraining import (
     Retraining,
     TrainedNetworks,
@@ -61,6 +61,7 @@ from dmcp.settings import (
     TrainConfig,
     resolve_training,
 )
+from dmcp.speed import Speed, measure_speeds
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap, without_autocast
 from dmcp.tracing.trace import trace
@@ -222,12 +223,13 @@ def prune(
         task=task,
         runtime=job.runtime,
     )
+    speeds = speeds_of(job, selection, trained_networks.networks, rows, example)
     for text in unknown_scores(rows):
         warn(f"{text}.", MetricWarning)
     start = "the weights of the search" if job.searches else "the weights that it kept"
     distill = task.distillation or Distill.CLASSES
     origin = describe_origin(retraining, describe_teacher(request.teacher, model), method, start, distill)
-    return make_result(job, selection, trained_networks.networks, rows, origin)
+    return make_result(job, selection, trained_networks.networks, rows, speeds, origin)
 
 
 def _traced(model: nn.Module, sample: Any, graph: ChannelGraph | None, task: Task) -> ChannelGraph:
@@ -622,8 +624,36 @@ def _fresh_source(job: PruneJob) -> nn.Module:
 # what came out
 
 
+def speeds_of(
+    job: PruneJob, selection: Selection, networks: Mapping[str, nn.Module], rows: Sequence[Row], example: Any
+) -> dict[str, tuple[Speed, ...]]:
+    """How fast the network of each budget is, beside the unpruned one; measured on rank 0 only."""
+    if not current().first:
+        return {}
+    times = {row.name: row.ms for row in rows}
+    times_unpruned = [times[name] for name in _SHARED_ROWS if name in times]
+    speeds: dict[str, tuple[Speed, ...]] = {}
+    for name, planned in selection.cuts.items():
+        row = job.row(job.method, name)
+        small = networks[row]
+        if times_unpruned:
+            unpruned_ms = times_unpruned[0]
+            small_ms = times[row]
+        else:
+            unpruned_ms, small_ms = milliseconds([unwrap(job.model), small], example)
+        speeds[name] = measure_speeds(
+            job.model, small, job.graph, example, torch_ms=(unpruned_ms, small_ms), latency=planned.latency
+        )
+    return speeds
+
+
 def make_result(
-    job: PruneJob, selection: Selection, networks: Mapping[str, nn.Module], rows: tuple[Row, ...], origin: str
+    job: PruneJob,
+    selection: Selection,
+    networks: Mapping[str, nn.Module],
+    rows: tuple[Row, ...],
+    speeds: Mapping[str, tuple[Speed, ...]],
+    origin: str,
 ) -> PruneResult:
     """The result; with several budgets that of the first one, with all rows and the results of the others."""
     searched = selection.selector.search
@@ -640,6 +670,7 @@ def make_result(
             origin=origin,
             latency=planned.latency,
             within=selection.within,
+            speeds=speeds.get(name, ()),
             search_config=job.search if job.searches else None,
             train_config=None if job.retraining.kind is Retrain.NONE else job.retraining.config,
         )

@@ -105,6 +105,8 @@ def _facts(folder: Path, result: PruneResult, replaced: Replaced) -> dict[str, A
         facts["expected_shares"] = expected_shares(result.search)
     if result.latency is not None:
         facts["latency"] = asdict(result.latency)
+    if result.speeds:
+        facts["speeds"] = [asdict(speed) | {"factor": speed.factor} for speed in result.speeds]
     if result.within is not None:
         facts["within"] = asdict(result.within)
     return facts

@@ -119,10 +119,8 @@ def _report(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path
             used = show_amount(limit.kind, spent[limit.kind])
             allowed = show_amount(limit.kind, limit.target)
             lines.append(f"- {NAMES[limit.kind]}: {used} of {allowed} allowed ({spent[limit.kind] / limit.target:.1%})")
-    if result.within is not None:
-        lines.append(f"- {result.within.text}")
-    if result.latency is not None:
-        lines.append(f"- {result.latency.text}")
+    for note in result.notes:
+        lines.append(f"- {note}")
     if result.search is not None:
         searched = result.search.log_budget
         shares = " and ".join(f"{share:.1%}" for share in expected_shares(result.search.for_budget(searched)))
