@@ -211,13 +211,18 @@ def test_what_within_cannot_do_is_refused_before_anything_runs() -> None:
 def test_a_metric_of_the_users_own_and_other_methods() -> None:
     model, graph = trained()
     train, test = tensors(load("digits").train), tensors(load("digits").test)
-    task = dmcp.Task(loss=classification_loss(), metric=LowerIsBetter(classification_loss()))
-    result = dmcp.prune(
-        model, train, test, "params", within=5, method="l2", retrain="none", teacher=None, graph=graph, task=task
-    )
+    options: dict[str, Any] = {"method": "l2", "retrain": "none", "teacher": None, "graph": graph}
+    options["task"] = dmcp.Task(loss=classification_loss(), metric=LowerIsBetter(classification_loss()))
+    result = dmcp.prune(model, train, test, "params", within=5, **options)
     assert result.within and result.within.error is None and result.budget.kinds == ("params",)
     params = sum(parameter.numel() for parameter in result.model.parameters())
     assert params <= result.budget.limits[0].target < graph.params()
+
+    milliseconds = lambda net: 1 + sum(parameter.numel() for parameter in net.parameters()) / 1000  # noqa: E731
+    result = dmcp.prune(model, train, test, "latency", within=5, latency=milliseconds, **options)
+    assert result.within and result.budget.kinds == ("latency",)
+    assert result.latency and result.latency.held and milliseconds(result.model) < milliseconds(model)
+    assert result.latency.measured_ms == pytest.approx(milliseconds(result.model), rel=1e-6)
 
 
 # the command, and its resumption

@@ -74,6 +74,7 @@ class PruneRequest:
     specs: Sequence[Spec]  # the budgets as they are written
     method: str
     searches: bool  # whether this method is our search
+    within: float | None  # the loss that is allowed, instead of a budget
     search: SearchConfig
     train: TrainConfig
     retrain: Retrain
@@ -86,7 +87,7 @@ class PruneRequest:
     @property
     def follows_training(self) -> bool:
         """Whether anything depends on whether the model is trained, so that this must be tested."""
-        if has_choices_left(self.search, self.train) or self.teacher == AUTO:
+        if has_choices_left(self.search, self.train) or self.teacher == AUTO or self.within is not None:
             return True
         return self.retrain is Retrain.FINETUNE or not self.searches
 
@@ -109,7 +110,7 @@ def read_request(
     loader: Loader | Loaders,
     *,
     budget: Spec | Sequence[Spec] | None,
-    within: float | None,
+    within: float | None = None,
     method: str,
     search: SearchConfig | None,
     train: TrainConfig | None,
@@ -136,6 +137,7 @@ def read_request(
         specs=specs,
         method=method,
         searches=searches,
+        within=within,
         search=search or SearchConfig(budget=choose_middle(specs)),
         train=train or TrainConfig(),
         retrain=kind,
