@@ -103,7 +103,10 @@ def choose_within(
         seconds=time.monotonic() - start,
     )
     if best is None:
-        raise BudgetError(f"No network was found {outcome.text}. Allow a larger loss, or train longer (epochs).")
+        raise BudgetError(
+            f"No budget was found within {outcome.show(points)} {outcome.evidence}. "
+            "Allow a larger loss, or train longer (epochs)."
+        )
     return *best, outcome
 
 

@@ -164,15 +164,20 @@ class WithinOutcome:
     @property
     def text(self) -> str:
         """The choice and its evidence in a sentence."""
-        losses = [f"{candidate.budget} lost {self.show(candidate.loss)}" for candidate in self.candidates]
-        evidence = "held-out training images"
+        return f"within {self.show(self.asked)}: {self.budget} was chosen {self.evidence}"
+
+    @property
+    def evidence(self) -> str:
+        """What the choice rests on."""
+        images = "held-out training images"
         if self.samples:
-            evidence = f"{self.samples:,} {evidence}"
+            images = f"{self.samples:,} {images}"
         if self.error is not None:
-            evidence += f" (standard error of an accuracy: \N{PLUS-MINUS SIGN} {self.error:.1f} points)"
+            images += f" (standard error of an accuracy: \N{PLUS-MINUS SIGN} {self.error:.1f} points)"
+        losses = [f"{candidate.budget} lost {self.show(candidate.loss)}" for candidate in self.candidates]
         return (
-            f"within {self.show(self.asked)}: {self.budget} was chosen on {evidence} after short trainings of "
-            f"{show_duration(self.seconds)}; compared with the unpruned network, {', '.join(losses)}"
+            f"on {images} after short trainings of {show_duration(self.seconds)}: compared with the unpruned network, "
+            f"{', '.join(losses)}"
         )
 
     def show(self, loss: float) -> str:
