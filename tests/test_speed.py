@@ -49,7 +49,7 @@ def test_a_faster_network_needs_no_reason() -> None:
 
 
 def test_facts_are_counted() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 12, 3), nn.ReLU(), nn.Conv2d(12, 4, 3))
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 12, 3), nn.ReLU(), nn.Conv2d(12, 4, 3))
     example = torch.zeros(1, 3, 12, 12)
     graph = dmcp.trace(model, example)
     first, second = (space.name for space in graph.spaces)
@@ -58,7 +58,7 @@ def test_facts_are_counted() -> None:
     facts = facts_of(graph, widths)
     assert facts.odd_spaces == 1 and facts.layers == 3
     assert facts.macs_share == counted_macs(dmcp.cut(model, graph, widths), example) / counted_macs(model, example)
-    assert facts_of(graph, graph.widths({first: 8, second: 12})).odd_spaces == 0
+    assert facts_of(graph, graph.widths({first: 16, second: 5})).odd_spaces == 0
 
 
 @needs_onnx

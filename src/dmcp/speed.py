@@ -23,7 +23,7 @@ from dmcp.tracing.widths import Widths
 from dmcp.units import counted, show_ms, show_share
 
 FASTER = 1.05  # times as fast as the unpruned network; below, a reason is looked for
-_BLOCK = 8  # channels that processors compute at once, at least
+_BLOCK = 16  # channels that many processors compute at once
 _EAGER_US = 50.0  # microseconds per layer that Python and the launches of its kernels take, at most
 _COMPILED_US = 10.0  # the same without Python
 _CLEARLY = 0.1  # of the unpruned cost: by how much more traffic than MACs must be left
@@ -148,12 +148,12 @@ def find_causes(speed: Speed, facts: Facts) -> dict[Cause, str]:
     if layer_us <= speed.launch_us:
         causes[Cause.LAUNCHES] = (
             f"{speed.where}, each of the {counted(facts.layers, 'layer')} of the unpruned network takes "
-            f"{show_ms(layer_us / 1000)}, mostly to be launched, whatever its width; use larger batches, or compile it"
+            f"{show_ms(layer_us / 1000)}, mostly to be launched, whatever its width; use larger batches"
         )
     if facts.odd_spaces:
         causes[Cause.NARROW] = (
             f"the channels of {facts.odd_spaces} of {counted(facts.spaces, 'space')} are no multiple of {_BLOCK} any "
-            "more, and processors compute whole blocks; use align=16 (--align 16)"
+            f"more, and processors compute whole blocks; use align={_BLOCK} (--align {_BLOCK})"
         )
     if facts.traffic_share - facts.macs_share > _CLEARLY:
         causes[Cause.MEMORY] = (
