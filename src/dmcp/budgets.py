@@ -151,6 +151,16 @@ def _read_target(part: str) -> Target | None:
     return target
 
 
+def budget_of_kind(kind: object) -> str:
+    """The budget that a search begins with if only a kind of cost is named: half of it."""
+    if kind not in KINDS:
+        raise BudgetError(
+            f"within chooses the budget: leave {kind!r} out, or name only the kind of cost to lower, "
+            f"one of {', '.join(KINDS)}."
+        )
+    return f"{kind}:50%"
+
+
 def limits_latency(spec: object) -> bool:
     """True if a budget limits latency."""
     return LATENCY in read_budget(spec).kinds

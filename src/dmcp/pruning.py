@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from torch import nn
 
-from dmcp.arguments import checked
+from dmcp.arguments import Range, checked
 from dmcp.budgets import LATENCY, Budget, limits_latency
 from dmcp.compare.methods import chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
-from dmcp.errors import WidthsError
+from dmcp.errors import TrainingError, WidthsError
 from dmcp.exporting.latency import Latency
 from dmcp.exporting.latency_limit import choose_within_latency
 from dmcp.exporting.timing import Measure, Timer
@@ -29,7 +29,7 @@ from dmcp.request import (
     resolve_settings,
     warn_of_teacher,
 )
-from dmcp.results import PruneResult, measure_networks, unknown_scores
+from dmcp.results import PruneResult, measure_networks, milliseconds, unknown_scores
 from dmcp.retraining import (
     Retraining,
     TrainedNetworks,
@@ -39,7 +39,7 @@ from dmcp.retraining import (
     given_networks,
     train_all,
 )
-from dmcp.runs.records import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, LatencyOutcome, Row
+from dmcp.runs.records import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, LatencyOutcome, Row, WithinOutcome
 from dmcp.runtime import progress
 from dmcp.runtime.batches import Loader, length_of
 from dmcp.runtime.checkpoint import digest_of_loader, plain_settings
@@ -61,6 +61,7 @@ from dmcp.settings import (
     TrainConfig,
     resolve_training,
 )
+from dmcp.speed import Speed, measure_speeds
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap, without_autocast
 from dmcp.tracing.trace import trace
@@ -70,6 +71,7 @@ from dmcp.training.loop import Runtime, Task
 from dmcp.training.losses import MetricWarning, warn
 from dmcp.training.preflight import classes_of, first_two, preflight
 from dmcp.training.trained import is_trained
+from dmcp.within import RACES, Race, choose_within, race_config, race_name
 
 Picked = TypeVar("Picked")
 _SHARED_ROWS = (ORIGINAL, TEACHER, UNPRUNED)  # rows that all budgets share
@@ -85,6 +87,7 @@ def prune(
     val_loader: Loader,
     budget: Spec | Sequence[Spec] | None = None,
     *,
+    within: Annotated[float, Range(0)] | None = None,
     method: str = DMCP,
     search: SearchConfig | None = None,
     train: TrainConfig | None = None,
@@ -103,6 +106,10 @@ def prune(
     budget: 0.5, "50%", "211M", "params:2M", "8ms" or "50%,params:2M". The default is that of the search settings, or
         else "50%". A list of budgets gives a network for each from a single search, at the budget of the search
         settings or else the middle one of the list; see `by_budget` of the result.
+    within: the largest loss against the model, instead of a budget: 0.5 points of accuracy, or in the unit of your own
+        metric. The smallest network is chosen that loses no more; with budget="latency" the fastest one, and so for
+        the other kinds of cost. Short trainings decide on a fifth of the batches, which they do not train on; pass
+        `dmcp.Loaders` with `held_out` to choose these yourself. The model must be trained.
     method: "dmcp" searches. "l1", "l2", "uniform" and the other methods of `dmcp compare` choose widths and channels
         in their own way; the resulting networks are trained and tested in the same way.
     search, train: settings of the search and of the training. What you leave out follows the number of images, and
@@ -131,6 +138,7 @@ def prune(
         model,
         loader,
         budget=budget,
+        within=within,
         method=method,
         search=search,
         train=train,
@@ -156,6 +164,8 @@ def prune(
 
     # Settings that the user left open follow the data, and whether the model is trained.
     trained = request.follows_training and is_trained(model, classes_of(model, sample), val_loader, task.metric)
+    if within is not None and not trained:
+        raise TrainingError("within compares networks with the model, which is not trained: train it first.")
     request = choose_teacher(request, model, sample, task, trained=trained, asked=asked_to_distill)
     warn_of_teacher(request, model, sample, val_loader, task)
     settings, retraining, loaders = resolve_settings(request, example, task, trained=trained)
@@ -176,6 +186,7 @@ def prune(
             task=task,
             runtime=runtime,
             timer=timer,
+            within=within,
         )
     )
     plan(phases(job, val_loader))
@@ -183,9 +194,17 @@ def prune(
 
     # One search serves all budgets; other methods choose for each budget.
     if job.searches:
-        selection = search_widths(job)
+        selector = search_widths(job)
     else:
-        selection = choose_widths(job, trained=trained)
+        selector = choose_widths(job, trained=trained)
+
+    # If a loss is allowed instead, short trainings decide on the budget.
+    outcome = None
+    if within is None:
+        cuts = plan_cuts(job, selector)
+    else:
+        job, cuts, outcome = choose_budget(job, selector, within)
+    selection = Selection(cuts=cuts, selector=selector, within=outcome)
 
     # A trained model is also tested right after the cut.
     if trained and job.retraining.kind is Retrain.FINETUNE:
@@ -204,12 +223,13 @@ def prune(
         task=task,
         runtime=job.runtime,
     )
+    speeds = speeds_of(job, selection, trained_networks.networks, rows, example)
     for text in unknown_scores(rows):
         warn(f"{text}.", MetricWarning)
     start = "the weights of the search" if job.searches else "the weights that it kept"
     distill = task.distillation or Distill.CLASSES
     origin = describe_origin(retraining, describe_teacher(request.teacher, model), method, start, distill)
-    return make_result(job, selection, trained_networks.networks, rows, origin)
+    return make_result(job, selection, trained_networks.networks, rows, speeds, origin)
 
 
 def _traced(model: nn.Module, sample: Any, graph: ChannelGraph | None, task: Task) -> ChannelGraph:
@@ -243,6 +263,7 @@ class PruneJob:
     task: Task = Task()
     runtime: Runtime = Runtime()
     timer: Timer | None = None  # measures as the latency table was measured; None where this is not possible
+    within: float | None = None  # the loss that is allowed; the budget is then where the search begins
 
     @property
     def searches(self) -> bool:
@@ -272,6 +293,7 @@ def resumable(job: PruneJob) -> PruneJob:
         "engine": job.runtime.engine or Engine(),
         "method": job.method,
         "budgets": list(job.budgets),
+        "within": job.within,
         "baselines": sorted(job.baselines),
         "graph": job.graph.fingerprint,
         "arch_loader": job.loaders.arch is not None,
@@ -289,7 +311,7 @@ def resumable(job: PruneJob) -> PruneJob:
 
 def phases(job: PruneJob, val_loader: Loader) -> list[progress.Phase]:
     """The phases to come, with the work of their steps, in training steps of the unpruned network."""
-    return [*_search_phases(job), *_training_phases(job, val_loader)]
+    return [*_search_phases(job), *_race_phases(job), *_training_phases(job, val_loader)]
 
 
 def _search_phases(job: PruneJob) -> list[progress.Phase]:
@@ -299,6 +321,19 @@ def _search_phases(job: PruneJob) -> list[progress.Phase]:
     steps_per_epoch = -(-length_of(job.loaders.search) // config.accumulate)
     work = 0.75 * (2 + config.subnets) + 0.5  # narrow sub-networks cost less than the unpruned network
     return [progress.Phase(SEARCH, steps_per_epoch * config.epochs, config.accumulate * work)]
+
+
+def _race_phases(job: PruneJob) -> list[progress.Phase]:
+    """The short trainings that decide on a budget: of the unpruned network, and of networks half as large."""
+    if job.within is None or job.retraining.kind is Retrain.NONE:
+        return []
+    race = _race(job)
+    steps = race.retraining.config.epochs * length_of(race.loader)
+    work_of_teacher = _work_of_teacher(job.retraining, "")
+    races = [progress.Phase(race_name(0), steps, 1.0 + work_of_teacher)]
+    for number in range(1, RACES + 1):
+        races.append(progress.Phase(race_name(number), steps, 0.5 + work_of_teacher))
+    return races
 
 
 def _training_phases(job: PruneJob, val_loader: Loader) -> list[progress.Phase]:
@@ -356,16 +391,25 @@ class PlannedCut:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Selection:
-    """What a search or a method has selected."""
+class Selector:
+    """What a search or a method gives: the choice for any budget follows from it."""
 
     source: nn.Module  # the unpruned network that the cuts, and those of baselines, are made from
-    cuts: Mapping[str, PlannedCut]  # by the name of the budget
+    choose: Callable[[Budget], Choice]
     search: SearchResult | None = None
     trained: TrainedNetworks = TrainedNetworks()  # what had to be trained for it
 
 
-def search_widths(job: PruneJob) -> Selection:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """What is cut for each budget, and where that comes from."""
+
+    cuts: Mapping[str, PlannedCut]  # by the name of the budget
+    selector: Selector
+    within: WithinOutcome | None = None  # how the budget was chosen
+
+
+def search_widths(job: PruneJob) -> Selector:
     """One search. The expected widths are scaled to each budget, which may be another one than that of the search."""
     net = Supernet(job.model, job.graph, job.search.groups, job.search.align)
     result = searching.search(
@@ -381,10 +425,10 @@ def search_widths(job: PruneJob) -> Selection:
         widths = expected(replace(result, budget=budget))
         return Choice(widths=widths, kept=widths, model=net.model)
 
-    return Selection(source=net.model, cuts=_plan_cuts(job, net.model, choose), search=result)
+    return Selector(source=net.model, choose=choose, search=result)
 
 
-def choose_widths(job: PruneJob, *, trained: bool) -> Selection:
+def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
     """What a method without a search chooses. If it ranks trained weights, an untrained model is trained first."""
     source = unwrap(job.model)
     pretrained = TrainedNetworks()
@@ -419,41 +463,84 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selection:
         task=job.task,
         runtime=job.runtime,
     )
-    chooses_once = len(job.budgets) == 1 and not limits_latency(first_budget)
+    chooses_once = len(job.budgets) == 1 and not limits_latency(first_budget) and job.within is None
     choose = chooser(job.method, problem, chooses_once)
-    return Selection(source=source, cuts=_plan_cuts(job, source, choose), trained=pretrained)
+    return Selector(source=source, choose=choose, trained=pretrained)
 
 
-def _plan_cuts(job: PruneJob, source: nn.Module, choose: Callable[[Budget], Choice]) -> dict[str, PlannedCut]:
-    """The cut for each budget. A network that is slower or faster than its latency limit is chosen again."""
+def plan_cuts(job: PruneJob, selector: Selector) -> dict[str, PlannedCut]:
+    """The cut for each budget of the job."""
+    cuts: dict[str, PlannedCut] = {}
+    for name, budget in job.budgets.items():
+        folder_name = name if len(job.budgets) > 1 else ""
+        cuts[name] = _plan_cut(job, selector, budget, folder_name)
+    return cuts
+
+
+def _plan_cut(job: PruneJob, selector: Selector, budget: Budget, folder_name: str) -> PlannedCut:
+    """The cut for one budget. A network that is slower or faster than its latency limit is chosen again."""
 
     def plan_cut(budget: Budget) -> PlannedCut:
-        return PlannedCut(choice=choose(budget), source=source, budget=budget)
+        return PlannedCut(choice=selector.choose(budget), source=selector.source, budget=budget)
 
     def cut_to_be_measured(budget: Budget) -> tuple[PlannedCut, Widths, nn.Module]:
         planned = plan_cut(budget)
         return planned, planned.widths, planned.cut(job.graph)
 
-    cuts: dict[str, PlannedCut] = {}
-    for name, budget in job.budgets.items():
-        if not limits_latency(budget):
-            cuts[name] = plan_cut(budget)
-            continue
-        planned, outcome = _choose_within_latency(job, cut_to_be_measured, name, name if len(job.budgets) > 1 else "")
-        if outcome.warning and current().first:
-            warn(outcome.warning, UserWarning)
-        cuts[name] = replace(planned, latency=outcome)
-    return cuts
+    if not limits_latency(budget):
+        return plan_cut(budget)
+    planned, outcome = _choose_within_latency(job, cut_to_be_measured, budget, folder_name)
+    if outcome.warning and current().first:
+        warn(outcome.warning, UserWarning)
+    return replace(planned, latency=outcome)
+
+
+def choose_budget(
+    job: PruneJob, selector: Selector, within: float
+) -> tuple[PruneJob, dict[str, PlannedCut], WithinOutcome]:
+    """The job with the smallest budget whose network loses at most so much, its cut, and how that was decided."""
+    (searched,) = job.budgets.values()
+    (kind,) = searched.kinds
+
+    def plan(budget: Budget) -> PlannedCut:
+        return _plan_cut(job, selector, budget, budget.file_name)
+
+    planned, budget, outcome = choose_within(
+        within,
+        plan,
+        _race(job),
+        model=job.model,
+        graph=job.graph,
+        kind=kind,
+        reachable=reachable(job.graph, job.search),
+        metric=job.task.metric,
+    )
+    return replace(job, budgets={budget.file_name: budget}), {budget.file_name: planned}, outcome
+
+
+def _race(job: PruneJob) -> Race:
+    """The short training and the held-out images that decide on a budget."""
+    loaders = job.loaders
+    assert loaders.held_out is not None
+    short = race_config(job.retraining.config, loaders.final, loaders.search)
+    return Race(
+        graph=job.graph,
+        retraining=replace(job.retraining, config=short),
+        loader=loaders.search,
+        held_out=loaders.held_out,
+        task=job.task,
+        runtime=job.runtime,
+    )
 
 
 def _choose_within_latency(
-    job: PruneJob, pick: Callable[[Budget], tuple[Picked, Widths, nn.Module]], budget: str, folder: str
+    job: PruneJob, pick: Callable[[Budget], tuple[Picked, Widths, nn.Module]], budget: Budget, folder: str
 ) -> tuple[Picked, LatencyOutcome]:
-    """Pick for one of the budgets, and again as long as what is measured is not inside the limit or far below it."""
+    """Pick for a budget, and again as long as what is measured is not inside the limit or far below it."""
     lowest, highest = reachable(job.graph, job.search)
     return choose_within_latency(
         pick,
-        job.budgets[budget],
+        budget,
         job.graph,
         lowest=job.graph.cost(LATENCY, lowest),
         highest=job.graph.cost(LATENCY, highest),
@@ -473,7 +560,8 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
     """
     graph = job.graph
     retraining = job.retraining
-    unpruned = selection.trained.networks.get(UNPRUNED)
+    selector = selection.selector
+    unpruned = selector.trained.networks.get(UNPRUNED)
     if retraining.teacher == UNPRUNED and unpruned is not None:
         retraining = replace(retraining, teacher=unpruned)
 
@@ -485,15 +573,15 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
     for name, planned in selection.cuts.items():
         if UNIFORM in job.baselines:
             row = job.row(UNIFORM, name)
-            widths[row] = _uniform_widths(job, selection.source, name)
+            widths[row] = _uniform_widths(job, selector.source, name)
             if not retraining.anew:
-                cuts[row] = cut(selection.source, graph, widths[row], by="first" if job.searches else "l2")
+                cuts[row] = cut(selector.source, graph, widths[row], by="first" if job.searches else "l2")
         row = job.row(job.method, name)
         widths[row] = planned.widths
         if not retraining.anew:
             cuts[row] = planned.cut(graph)
 
-    source = _fresh_source(job) if retraining.anew else selection.source
+    source = _fresh_source(job) if retraining.anew else selector.source
     trained = train_all(
         source, graph, widths, job.loaders.final, retraining, cuts=cuts, task=job.task, runtime=job.runtime
     )
@@ -502,7 +590,7 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
     for name, planned in selection.cuts.items():
         check_budget(trained.networks[job.row(job.method, name)], planned.widths, graph, planned.budget)
         widths[job.row(CUT, name)] = planned.widths
-    return selection.trained | trained, widths
+    return selector.trained | trained, widths
 
 
 def _uniform_widths(job: PruneJob, source: nn.Module, budget: str) -> Widths:
@@ -518,7 +606,7 @@ def _uniform_widths(job: PruneJob, source: nn.Module, budget: str) -> Widths:
 
     if not limits_latency(job.budgets[budget]):
         return choose(job.budgets[budget])
-    widths, _ = _choose_within_latency(job, cut_to_be_measured, budget, job.row(UNIFORM, budget))
+    widths, _ = _choose_within_latency(job, cut_to_be_measured, job.budgets[budget], job.row(UNIFORM, budget))
     return widths
 
 
@@ -536,10 +624,39 @@ def _fresh_source(job: PruneJob) -> nn.Module:
 # what came out
 
 
+def speeds_of(
+    job: PruneJob, selection: Selection, networks: Mapping[str, nn.Module], rows: Sequence[Row], example: Any
+) -> dict[str, tuple[Speed, ...]]:
+    """How fast the network of each budget is, beside the unpruned one; measured on rank 0 only."""
+    if not current().first:
+        return {}
+    times = {row.name: row.ms for row in rows}
+    times_unpruned = [times[name] for name in _SHARED_ROWS if name in times]
+    speeds: dict[str, tuple[Speed, ...]] = {}
+    for name, planned in selection.cuts.items():
+        row = job.row(job.method, name)
+        small = networks[row]
+        if times_unpruned:
+            unpruned_ms = times_unpruned[0]
+            small_ms = times[row]
+        else:
+            unpruned_ms, small_ms = milliseconds([unwrap(job.model), small], example)
+        speeds[name] = measure_speeds(
+            job.model, small, job.graph, example, torch_ms=(unpruned_ms, small_ms), latency=planned.latency
+        )
+    return speeds
+
+
 def make_result(
-    job: PruneJob, selection: Selection, networks: Mapping[str, nn.Module], rows: tuple[Row, ...], origin: str
+    job: PruneJob,
+    selection: Selection,
+    networks: Mapping[str, nn.Module],
+    rows: tuple[Row, ...],
+    speeds: Mapping[str, tuple[Speed, ...]],
+    origin: str,
 ) -> PruneResult:
     """The result; with several budgets that of the first one, with all rows and the results of the others."""
+    searched = selection.selector.search
     by_budget: dict[str, PruneResult] = {}
     for name, planned in selection.cuts.items():
         budget = job.budgets[name]
@@ -547,18 +664,20 @@ def make_result(
             model=networks[job.row(job.method, name)].eval(),
             widths=planned.widths,
             graph=job.graph,
-            search=selection.search and selection.search.for_budget(budget),
+            search=searched and searched.for_budget(budget),
             rows=_rows_of_budget(job, name, rows),
             budget=budget,
             origin=origin,
             latency=planned.latency,
+            within=selection.within,
+            speeds=speeds.get(name, ()),
             search_config=job.search if job.searches else None,
             train_config=None if job.retraining.kind is Retrain.NONE else job.retraining.config,
         )
     first = next(iter(by_budget.values()))
     if len(by_budget) == 1:
         return first
-    return replace(first, rows=rows, by_budget=by_budget, search=selection.search)
+    return replace(first, rows=rows, by_budget=by_budget, search=searched)
 
 
 def _rows_of_budget(job: PruneJob, budget: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:

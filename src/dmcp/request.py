@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dmcp.arguments import checked
-from dmcp.budgets import Budget, choose_middle, read_budget
+from dmcp.budgets import Budget, budget_of_kind, choose_middle, read_budget
 from dmcp.compare.methods import Own, find_method
 from dmcp.data.images import LARGEST, typical_size
 from dmcp.data.rows import has_rows, make_row_loader, open_rows
@@ -18,7 +18,7 @@ from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
 from dmcp.models import sample_shape
 from dmcp.retraining import Retraining, check_teacher_use, copy_of_teacher, is_model, warn_of_poor_teacher
 from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM, UNPRUNED
-from dmcp.runtime.batches import FewBatches, Loader, device_of, length_of, size_of
+from dmcp.runtime.batches import HELD_OUT, FewBatches, Loader, device_of, hold_out, length_of, size_of
 from dmcp.runtime.distributed import current
 from dmcp.settings import (
     AUTO,
@@ -49,6 +49,7 @@ class Loaders:
     search: Loader
     arch: Loader | None = None  # for the alphas, if they learn from other batches than the weights
     train: Loader | None = None  # for the final training, if it has other batches than the search
+    held_out: Loader | None = None  # for `within`: images that the search does not see
 
     @property
     def final(self) -> Loader:
@@ -57,8 +58,13 @@ class Loaders:
 
     @property
     def by_name(self) -> dict[str, Loader | None]:
-        """All three, by the names that messages and checkpoints use."""
-        return {"loader": self.search, "arch_loader": self.arch, "train_loader": self.train}
+        """All of them, by the names that messages and checkpoints use."""
+        return {
+            "loader": self.search,
+            "arch_loader": self.arch,
+            "train_loader": self.train,
+            "held_out loader": self.held_out,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,6 +74,7 @@ class PruneRequest:
     specs: Sequence[Spec]  # the budgets as they are written
     method: str
     searches: bool  # whether this method is our search
+    within: float | None  # the loss that is allowed, instead of a budget
     search: SearchConfig
     train: TrainConfig
     retrain: Retrain
@@ -80,7 +87,7 @@ class PruneRequest:
     @property
     def follows_training(self) -> bool:
         """Whether anything depends on whether the model is trained, so that this must be tested."""
-        if has_choices_left(self.search, self.train) or self.teacher == AUTO:
+        if has_choices_left(self.search, self.train) or self.teacher == AUTO or self.within is not None:
             return True
         return self.retrain is Retrain.FINETUNE or not self.searches
 
@@ -103,6 +110,7 @@ def read_request(
     loader: Loader | Loaders,
     *,
     budget: Spec | Sequence[Spec] | None,
+    within: float | None = None,
     method: str,
     search: SearchConfig | None,
     train: TrainConfig | None,
@@ -113,7 +121,13 @@ def read_request(
     """Read the arguments of `prune`, and refuse those that contradict each other."""
     kind = Retrain(retrain)
     searches = check_method(method)
-    specs = read_specs(search, budget)
+    loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
+    if within is None:
+        specs = read_specs(search, budget)
+    else:
+        specs = [read_spec_within(search, budget)]
+        check_within(kind, teacher)
+        loaders = with_held_out(loaders)
     if teacher != AUTO:
         check_teacher_use(kind, teacher)
     teacher_copy = None
@@ -123,6 +137,7 @@ def read_request(
         specs=specs,
         method=method,
         searches=searches,
+        within=within,
         search=search or SearchConfig(budget=choose_middle(specs)),
         train=train or TrainConfig(),
         retrain=kind,
@@ -130,7 +145,7 @@ def read_request(
         teacher_copy=teacher_copy,
         baselines=_read_baselines(baselines),
         baselines_listed=not isinstance(baselines, bool),
-        loaders=loader if isinstance(loader, Loaders) else Loaders(search=loader),
+        loaders=loaders,
     )
 
 
@@ -180,6 +195,40 @@ def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None
     for spec in specs:
         read_budget(spec)
     return specs
+
+
+def read_spec_within(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> Spec:
+    """The budget that the search of `within` begins with; it has one kind of cost, which is to be lowered."""
+    if search is None:
+        return DEFAULT_BUDGET if budget is None else budget_of_kind(budget)
+    if budget is not None:
+        raise BudgetError("within takes the kind of cost from the search settings: leave the budget out.")
+    kinds = read_budget(search.budget).kinds
+    if len(kinds) > 1:
+        raise BudgetError(f"within lowers one kind of cost, but the search settings limit {', '.join(kinds)}.")
+    return search.budget
+
+
+def check_within(retrain: Retrain, teacher: nn.Module | str | None) -> None:
+    """Refuse trainings from fresh weights, which a short one does not foretell, and a teacher that is untrained."""
+    if retrain not in (Retrain.FINETUNE, Retrain.NONE):
+        raise TrainingError(f'within compares networks that keep their weights, which retrain="{retrain}" does not.')
+    if teacher == UNPRUNED:
+        raise TrainingError('within needs a trained model, which can teach: leave out teacher="unpruned".')
+
+
+def with_held_out(loaders: Loaders) -> Loaders:
+    """The same batches; if no held-out ones were given, a part of those of the search, which it then does not see."""
+    if loaders.held_out is not None:
+        return loaders
+    parts = hold_out(loaders.search, HELD_OUT)
+    if parts is None:
+        raise DataError(
+            "within holds out a part of the training images, and can take it only from a list of batches or from a "
+            "DataLoader that shuffles by itself: pass dmcp.Loaders(search=..., held_out=..., train=...)."
+        )
+    search, held_out = parts
+    return replace(loaders, search=search, held_out=held_out, train=loaders.final)
 
 
 def check_method(name: str) -> bool:

@@ -23,12 +23,14 @@ from dmcp.runs.records import (
     LatencyOutcome,
     Row,
     StepRecord,
+    WithinOutcome,
     pruned,
     score,
 )
 from dmcp.runtime.batches import Loader, device_of, size_of
 from dmcp.searching.records import SearchResult
 from dmcp.settings import ResolvedSearchConfig, ResolvedTrainConfig
+from dmcp.speed import Speed, facts_of, speed_notes
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import call_model, kept_modes
 from dmcp.tracing.widths import Widths
@@ -52,6 +54,8 @@ class PruneResult:
     budget: Budget
     origin: str = ""  # a sentence that says where the weights come from
     latency: LatencyOutcome | None = None  # times asked for, predicted and measured, if latency is limited
+    within: WithinOutcome | None = None  # how the budget was chosen, if a loss was allowed instead
+    speeds: tuple[Speed, ...] = ()  # of this model, beside the unpruned one
     by_budget: Mapping[str, PruneResult] = field(default_factory=dict)  # with several budgets, the result of each
     search_config: ResolvedSearchConfig | None = None  # all settings of the search; None if the method does not search
     train_config: ResolvedTrainConfig | None = None  # all settings of the training; None if nothing was trained
@@ -59,9 +63,23 @@ class PruneResult:
     @property
     def table(self) -> str:
         """The rows as text, with notes that explain them."""
-        results = list(self.by_budget.values()) or [self]
-        latencies = [result.latency.text for result in results if result.latency is not None]
-        return "\n".join([results_table(self.rows, self.graph, self.origin), *latencies])
+        lines = [results_table(self.rows, self.graph, self.origin)]
+        if self.by_budget:
+            for name, result in self.by_budget.items():
+                lines += [f"- {name}: {note}" for note in result.notes]
+        else:
+            lines += [f"- {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about this network: how its budget was chosen, how fast it is, and if it is not, why."""
+        notes: list[str] = []
+        if self.within is not None:
+            notes.append(self.within.text)
+        if self.latency is not None:
+            notes.append(self.latency.text)
+        return notes + speed_notes(self.speeds, facts_of(self.graph, self.widths), self.budget)
 
 
 # measuring

@@ -17,7 +17,7 @@ from dmcp.exporting.latency import Latency
 from dmcp.exporting.timing import Measure
 from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
 from dmcp.installation import install_command
-from dmcp.pruning import PruneJob, resumable, search_widths
+from dmcp.pruning import PruneJob, plan_cuts, resumable, search_widths
 from dmcp.request import Loaders, Spec, read_specs
 from dmcp.runtime.progress import showing
 from dmcp.settings import ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, resolve
@@ -103,7 +103,8 @@ def prune(
             runtime=runtime,
             timer=timer,
         )
-        planned = search_widths(resumable(job)).cuts[name]
+        job = resumable(job)
+        planned = plan_cuts(job, search_widths(job))[name]
 
     # The cut network, as a YOLO.
     small = planned.cut(graph)

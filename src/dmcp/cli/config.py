@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dmcp import settings
-from dmcp.budgets import choose_middle
+from dmcp.budgets import budget_of_kind, choose_middle
 from dmcp.errors import DmcpError, FileError, TrainingError
 from dmcp.models import is_harmless
 from dmcp.runs.config import RunConfig, find_recipe
@@ -170,15 +170,19 @@ def read_bound(option: str, texts: Iterable[str]) -> Bound:
 
 def make_config(request: Request) -> RunConfig:
     """What was asked for: by options, by a recipe that options change, or by the run that is resumed."""
-    if request.resume:
-        return _resumed(request)
     typed = dict(request.typed)
+    if "within" in typed and "budget" in typed:
+        typed["budget"] = [budget_of_kind(", ".join(typed["budget"]))]
+    if request.resume:
+        return _resumed(replace(request, typed=typed))
     if request.no_train:
         typed["retrain"] = Retrain.NONE
     config = with_options(_defaults(request.command, typed), typed)
     for name in ("model", "data"):
         if not getattr(config, name):
             raise DmcpError(f"--{name} is missing: see dmcp {request.command} --help.")
+    if config.within is not None and not config.weights:
+        raise DmcpError("--within compares with a trained network: give its --weights, which dmcp train writes.")
     if config.teacher == GIVEN and not config.weights:
         raise DmcpError("--teacher given means the network of --weights, but --weights is missing.")
     if config.teacher_model and config.teacher in ("", AUTO, GIVEN, settings.UNPRUNED):

@@ -94,7 +94,9 @@ def dry_run(config: RunConfig, request: Request) -> None:
     print(describe_network(config.model, job.data.shape, graph))
     print(f"\nReachable: from {describe_costs(graph, low)}")
     print(f"           to   {describe_costs(graph, high)}")
-    for budget in budgets.values():
+    if config.within is not None:
+        print(f"Budget:    the smallest within {config.within:g}, to be found; half of the cost is assumed")
+    for budget in budgets.values() if config.within is None else ():
         limits = ", ".join(show_cost(limit.kind, limit.target) for limit in budget.limits)
         print(f"Budget:    at most {limits}")
     print_chosen(job)
@@ -221,4 +223,5 @@ def _planned(job: Job, budgets: Mapping[str, Budget]) -> PruneJob:
         search=job.search,
         retraining=Retraining(config=job.train, kind=config.retrain, teacher=teacher),
         loaders=job.loaders,
+        within=config.within,
     )

@@ -31,7 +31,7 @@ from dmcp.exporting.latency_limit import attach_latency
 from dmcp.feasibility import parse_budgets, reachable, time_networks
 from dmcp.request import Loaders
 from dmcp.runs.config import RunConfig
-from dmcp.runtime.batches import FewBatches, Loader, device_of, generator
+from dmcp.runtime.batches import HELD_OUT, FewBatches, Loader, device_of, generator
 from dmcp.runtime.checkpoint import digest
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
@@ -185,12 +185,15 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     if config.holdout:
         train_set, held_out = split(data.train, config.holdout, config.seed)
     trained = False
+    judged = None
+    if config.within is not None:
+        train_set, judged = split(train_set, HELD_OUT, config.seed + 1)  # other images than those of --holdout
     if typed is not None:
         if config.weights and not new_head:
             trained = _is_trained(config, model.to(device), data, graph, notes)
         config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained)
         reasons |= more_reasons
-    loaders, test = _loaders(config, train_set, held_out, data, device)
+    loaders, test = _loaders(config, train_set, held_out, judged, data, device)
     if image_size:
         growth = max(new / old for new, old in zip(data.shape[1:], image_size, strict=True))
         if growth >= _ENLARGED:
@@ -440,9 +443,18 @@ def _line_of(error: Exception) -> str:
 
 
 def _loaders(
-    config: RunConfig, train: DataSet, held_out: DataSet | None, data: DataSets, device: torch.device
+    config: RunConfig,
+    train: DataSet,
+    held_out: DataSet | None,
+    judged: DataSet | None,
+    data: DataSets,
+    device: torch.device,
 ) -> tuple[Loaders, Loader]:
-    """The loaders of the search and of the final training, which sees what is held out, too; and the test's."""
+    """The loaders of the search and of the final training, which sees what is held out, too; and the test's.
+
+    held_out: images for the alphas.
+    judged: images that decide on the budget.
+    """
 
     def make(part: DataSet, batch: int, shuffled: bool) -> Loader:
         is_training_set = part is train or part is data.train
@@ -464,6 +476,7 @@ def _loaders(
         search = FewBatches(search, few_batches)
     arch = None if held_out is None else make(held_out, config.batch, True)
     final = None
-    if held_out is not None or sees_few or config.train_batch not in (0, config.batch):
+    if train is not data.train or sees_few or config.train_batch not in (0, config.batch):
         final = make(data.train, config.train_batch or config.batch, True)
-    return Loaders(search=search, arch=arch, train=final), make(data.test, config.batch, False)
+    judge = None if judged is None else make(judged, config.batch, False)
+    return Loaders(search=search, arch=arch, train=final, held_out=judge), make(data.test, config.batch, False)

@@ -52,6 +52,7 @@ def prune(config: RunConfig, request: Request) -> None:
             job.loaders,
             job.test,
             config.budgets or None,
+            within=config.within,
             method=config.method,
             search=job.search,
             train=job.train,
@@ -104,6 +105,10 @@ def _facts(folder: Path, result: PruneResult, replaced: Replaced) -> dict[str, A
         facts["expected_shares"] = expected_shares(result.search)
     if result.latency is not None:
         facts["latency"] = asdict(result.latency)
+    if result.speeds:
+        facts["speeds"] = [asdict(speed) | {"factor": speed.factor} for speed in result.speeds]
+    if result.within is not None:
+        facts["within"] = asdict(result.within)
     return facts
 
 

@@ -13,7 +13,7 @@ from dmcp.budgets import LATENCY, NAMES, show_amount
 from dmcp.exporting.latency import LATENCY_FILE
 from dmcp.report.figures import Point, accuracy_over_cost, draw_all, save_figure
 from dmcp.results import PruneResult, error_of, results_table
-from dmcp.runs.files import INPUT, LOG, OUTCOME, REPORT, SETTINGS, read_json
+from dmcp.runs.files import INPUT, LOG, OUTCOME, REPORT, SETTINGS, WITHIN, read_json
 from dmcp.runs.records import ACCURACY
 from dmcp.runs.saved_search import save_search
 from dmcp.runs.storage import save
@@ -33,6 +33,10 @@ def finish(run: Run, result: PruneResult, notes: Sequence[str] = ()) -> list[str
     save(result.model, result.widths, run.folder)
     if result.latency is not None:
         run.write(OUTCOME, asdict(result.latency))
+    if result.within is not None:
+        run.write(WITHIN, asdict(result.within))
+        if result.search is not None:
+            save_search(result.search, run.folder)  # with the budget that was chosen
     figures: list[Path] = []
     if result.search is not None:
         figures = draw_all(result.search, result.widths, run.folder)
@@ -115,8 +119,8 @@ def _report(result: PruneResult, warnings: Sequence[str], figures: Sequence[Path
             used = show_amount(limit.kind, spent[limit.kind])
             allowed = show_amount(limit.kind, limit.target)
             lines.append(f"- {NAMES[limit.kind]}: {used} of {allowed} allowed ({spent[limit.kind] / limit.target:.1%})")
-    if result.latency is not None:
-        lines.append(f"- {result.latency.text}")
+    for note in result.notes:
+        lines.append(f"- {note}")
     if result.search is not None:
         searched = result.search.log_budget
         shares = " and ".join(f"{share:.1%}" for share in expected_shares(result.search.for_budget(searched)))

@@ -115,6 +115,8 @@ def _describe(number: int, run: PastRun) -> dict[str, Any]:
     facts["tiles"] = _tiles(run)
 
     facts["notes"] = unknown_scores(run.rows)
+    if run.within:
+        facts["notes"] += [run.within.text]
     if run.latency:
         facts["notes"] += [run.latency.text, run.latency.warning]
     facts["head"], facts["networks"] = _networks(run)
@@ -167,7 +169,7 @@ def _tiles(run: PastRun) -> list[Tile]:
         if weights.is_file():
             size = f", {show_bytes(weights.stat().st_size)} on disk"
         tiles.append(_cost_tile(run, row, "params", "Parameters kept", size))
-    budget = run.setting("search", "budget")
+    budget = run.budget
     if budget:
         limits = []
         for kind, target in run.targets.items():

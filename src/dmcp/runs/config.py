@@ -111,6 +111,14 @@ class RunConfig:
         commands=SEARCHES,
     )
 
+    within: float | None = setting(
+        None,
+        "Largest loss against --weights, in points of accuracy, instead of a budget: the smallest network that loses "
+        "no more on held-out training images is chosen. With --budget latency the fastest one.",
+        0,
+        group="Budget",
+        commands=("prune",),
+    )
     method: str = setting(
         "dmcp",
         "Pruning method: dmcp searches for widths; l1, l2, uniform and others (see dmcp compare) use no search.",

@@ -24,6 +24,7 @@ CHECKPOINTS = "checkpoints"  # a folder with a folder for each stage, until the 
 REPORT = "report.md"
 REPLACED = "replaced.json"  # image files that could not be read, and were replaced by others
 OUTCOME = "outcome.json"  # how a latency limit ended
+WITHIN = "within.json"  # how a budget was chosen for a loss that is allowed
 EXPORTED = "export.json"  # milliseconds of each exported file, of float32 and of the unpruned network
 PREPARED = "prepared.safetensors"  # a network that other runs start from
 

@@ -24,13 +24,14 @@ from dmcp.runs.files import (
     STARTS,
     TIMES,
     WIDTHS,
+    WITHIN,
     is_done,
     is_run,
     read_alphas,
     read_json,
     read_records,
 )
-from dmcp.runs.records import ACCURACY, LatencyOutcome, Row, SearchRecord, StepRecord, pruned
+from dmcp.runs.records import ACCURACY, LatencyOutcome, Row, SearchRecord, StepRecord, WithinOutcome, pruned
 from dmcp.runtime.io import from_plain, is_locked, make_printable
 from dmcp.tracing.widths import Widths
 
@@ -66,6 +67,7 @@ class PastRun:
     expected: Mapping[str, float] = field(default_factory=dict)  # width of each space at the end of the search
     widths: Mapping[str, int] = field(default_factory=dict)
     latency: LatencyOutcome | None = None
+    within: WithinOutcome | None = None
     exported: ExportTimes | None = None
     running: bool = False
     problems: tuple[str, ...] = ()  # what could not be read
@@ -143,7 +145,9 @@ class PastRun:
 
     @property
     def budget(self) -> str:
-        """The budget as it was typed; several with commas."""
+        """The budget as it was typed, or chosen by `--within`; several with commas."""
+        if self.within:
+            return self.within.budget
         budgets = self.settings.get("budgets")
         if isinstance(budgets, list) and budgets:
             return ", ".join(make_printable(str(budget)) for budget in budgets)
@@ -228,6 +232,10 @@ def read_overview(folder: Path, tail: int = 0) -> PastRun:
         file = OUTCOME
         if (folder / OUTCOME).is_file():
             facts["latency"] = from_plain(LatencyOutcome, read_json(folder / OUTCOME))
+
+        file = WITHIN
+        if (folder / WITHIN).is_file():
+            facts["within"] = from_plain(WithinOutcome, read_json(folder / WITHIN))
 
         file = EXPORTED
         if (folder / EXPORTED).is_file():

@@ -6,10 +6,10 @@ Imports no torch, so that a list of runs is quick.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dmcp.settings import UNPRUNED as UNPRUNED
-from dmcp.units import show_ms
+from dmcp.units import show_duration, show_ms
 
 # Rows of the table
 DMCP = "dmcp"
@@ -134,6 +134,57 @@ class LatencyOutcome:
             f"The network takes {show_ms(self.measured_ms)}, more than the {show_ms(self.asked_ms)} asked for. "
             "Choose a smaller budget, or measure on an idle machine."
         )
+
+
+# how much accuracy may be lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A network that was trained for a short time and tested on held-out images."""
+
+    budget: str
+    score: float
+    loss: float  # against the unpruned network after the same training: points of accuracy, or the metric's own unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithinOutcome:
+    """Which budget was chosen for a loss that is allowed, and what the choice rests on."""
+
+    asked: float  # the largest loss: points of accuracy, or the metric's own unit
+    budget: str  # the one that was chosen
+    unpruned: float  # score of the unpruned network, trained for as short a time
+    candidates: tuple[Candidate, ...]  # in the order of their trainings
+    samples: int  # held-out ones; 0 if their number is unknown
+    unit: str  # "points" or ""
+    error: float | None = None  # standard error of an accuracy on these samples, in points
+    seconds: float = field(default=0.0, compare=False)  # of all these trainings; those before an interruption not
+
+    @property
+    def text(self) -> str:
+        """The choice and its evidence in a sentence."""
+        return f"within {self.show(self.asked)}: {self.budget} was chosen {self.evidence}"
+
+    @property
+    def evidence(self) -> str:
+        """What the choice rests on."""
+        images = "held-out training images"
+        if self.samples:
+            images = f"{self.samples:,} {images}"
+        if self.error is not None:
+            images += f" (standard error of an accuracy: \N{PLUS-MINUS SIGN} {self.error:.1f} points)"
+        losses = [f"{candidate.budget} lost {self.show(candidate.loss)}" for candidate in self.candidates]
+        return (
+            f"on {images} after short trainings of {show_duration(self.seconds)}: compared with the unpruned network, "
+            f"{', '.join(losses)}"
+        )
+
+    def show(self, loss: float) -> str:
+        """A loss with its unit."""
+        if not self.unit:
+            return f"{loss:.4g}"
+        return f"{loss:.2f} {self.unit}"
 
 
 # tested networks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -11,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import World
 from dmcp.tracing.modules import tensors_in
+
+HELD_OUT = 0.2  # share of the training images that `within` decides on
 
 
 class Loader(Protocol):
@@ -143,6 +146,58 @@ class FewBatches:
         if name == "starting_at":
             return lambda skip: itertools.islice(attribute(skip), self.count - skip)
         return attribute
+
+
+def hold_out(loader: Any, share: float) -> tuple[Loader, Loader] | None:
+    """Two loaders: one without a share of the samples, and one of that share, in a fixed order.
+
+    Of a list, whole batches are held out; of a torch DataLoader, samples drawn at random. None for any other loader,
+    which may give other samples each time, and where one part would be empty.
+    """
+    if isinstance(loader, list | tuple):
+        kept, held_out = _parts(len(loader), share)
+        if not kept or not held_out:
+            return None
+        return [loader[index] for index in kept], [loader[index] for index in held_out]
+
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return None
+    is_shuffled = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
+    if not is_shuffled and type(loader.sampler) is not SequentialSampler:
+        return None
+    kept, held_out = _parts(length_of(loader.dataset, "data set of the loader"), share)
+    if not kept or not held_out:
+        return None
+    return (
+        _with_samples(loader, kept, shuffle=is_shuffled, drop_last=loader.drop_last),
+        _with_samples(loader, held_out, shuffle=False, drop_last=False),
+    )
+
+
+def _parts(count: int, share: float) -> tuple[list[int], list[int]]:
+    """Divide numbers at random: (those that are kept, the share that is held out), each in order."""
+    order = torch.randperm(count, generator=generator(0)).tolist()
+    held_out = math.ceil(share * count)
+    return sorted(order[held_out:]), sorted(order[:held_out])
+
+
+def _with_samples(loader: DataLoader[Any], samples: list[int], *, shuffle: bool, drop_last: bool) -> DataLoader[Any]:
+    """A DataLoader like another one, for some of its samples."""
+    return DataLoader(
+        Subset(loader.dataset, samples),
+        batch_size=loader.batch_size,
+        shuffle=shuffle,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
 
 
 def share_of(number: int, batch_size: int, images: int, world: World) -> slice:
