@@ -2,6 +2,7 @@
 
     python experiments/importance.py --sources FOLDER              # all rows that are not there yet
     python experiments/importance.py --sources FOLDER --tune 100   # the same after 100 steps of Adam
+    python experiments/importance.py --sources FOLDER --why rfdn   # one space at a time
     python experiments/importance.py --table                       # what is recorded
 
 FOLDER has the repositories that foreign.py names. A row is one cut network: its score right after the cut, with the
@@ -214,6 +215,11 @@ def outputs(case: Case) -> Scores:
     return by_space(case, gate_gradients(case, project).square().mean(0))
 
 
+def importance(case: Case) -> Scores:
+    """What came of `outputs`: two samples to a direction, and outputs relative to their size."""
+    return dmcp.importance(case.model, case.graph, case.foreign.batches(SAMPLES, 2, 0))
+
+
 def recalibrated_outputs(case: Case) -> Scores:
     """The same with the BatchNorm statistics of batches, as if they were recalibrated."""
     model = copy.deepcopy(case.model).eval()
@@ -239,6 +245,7 @@ SCORES: dict[str, Callable[[Case], Scores]] = {
     "fisher": fisher,
     "outputs": outputs,
     "outputs-batch": recalibrated_outputs,
+    "importance": importance,
 }
 
 
@@ -295,6 +302,28 @@ def tune(foreign: Foreign, small: nn.Module, steps: int) -> None:
         schedule.step()
 
 
+def recalibrate(case: Case, small: nn.Module) -> None:
+    """Measure BatchNorm statistics again, where the network's training wants that."""
+    if case.foreign.recalibrates:
+        size = 64 if case.foreign.batch > 4 else 8
+        dmcp.recalibrate(small, [batch[0] for batch in case.foreign.batches(4, size, 1)])
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """Rank correlation."""
+    ranks = [torch.tensor(x, dtype=torch.float64).argsort().argsort().double() for x in (a, b)]
+    centered = [rank - rank.mean() for rank in ranks]
+    return float((centered[0] * centered[1]).sum() / (centered[0].norm() * centered[1].norm()))
+
+
+def read_case(name: str, sources: Path) -> Case:
+    """A network, traced, with its samples."""
+    foreign = NETWORKS[name](sources)
+    foreign.model.eval()
+    graph = dmcp.trace(foreign.model, foreign.example)
+    return Case(foreign=foreign, graph=graph, samples=foreign.batches(SAMPLES, 1, 0))
+
+
 @functools.cache
 def uniform_widths(case: Case, budget: str) -> Widths:
     """Uniform widths at a share of the MACs."""
@@ -310,8 +339,7 @@ def measure(case: Case, scores: Scores, budget: str, corrected: bool, steps: int
     if corrected:
         with means_kept(case, small, kept):
             pass
-    if foreign.recalibrates:
-        dmcp.recalibrate(small, [batch[0] for batch in foreign.batches(4, 64 if foreign.batch > 4 else 8, 1)])
+    recalibrate(case, small)
     row = {"cut": round(foreign.score(small), 3)}
     if steps:
         tune(foreign, small, steps)
@@ -334,11 +362,8 @@ def record(arguments: argparse.Namespace) -> None:
                     continue
                 time_of_row = time.process_time()
                 if case is None:
-                    foreign = NETWORKS[name](arguments.sources)
-                    foreign.model.eval()
-                    graph = dmcp.trace(foreign.model, foreign.example)
-                    case = Case(foreign=foreign, graph=graph, samples=foreign.batches(SAMPLES, 1, 0))
-                    uncut = round(foreign.score(foreign.model), 3)
+                    case = read_case(name, arguments.sources)
+                    uncut = round(case.foreign.score(case.model), 3)
                     cached: dict[str, tuple[Scores, float]] = {}
                 start = time.perf_counter()
                 base = by.removesuffix("+bias")
@@ -352,6 +377,28 @@ def record(arguments: argparse.Namespace) -> None:
                 with arguments.results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(row, flush=True)
+
+
+def explain(case: Case) -> None:
+    """Cut one space at a time: what norms and outputs keep, and the norms of the channels with the largest effect."""
+    by_norm, by_outputs, effects = norms(case), outputs(case), scales_times_readers(case)
+    for space in case.graph.spaces:
+        scores = []
+        for score in (by_norm, by_outputs):
+            small = dmcp.cut(case.model, case.graph, {space.name: max(1, round(0.8 * space.size))}, by=score)
+            recalibrate(case, small)
+            scores.append(round(case.foreign.score(small), 2))
+        norm = by_norm[space.name]
+        largest = effects[space.name].argsort(descending=True)[:5]
+        row = {
+            "space": space.name,
+            "size": space.size,
+            "rank correlation of norms and outputs": round(spearman(norm.tolist(), by_outputs[space.name].tolist()), 2),
+            "cut to 80 % by l2": scores[0],
+            "by outputs": scores[1],
+            "rank by norm of the five with the largest scale-reader": [int((norm > norm[i]).sum()) for i in largest],
+        }
+        print(json.dumps(row), flush=True)
 
 
 def table(results: Path) -> str:
@@ -392,10 +439,14 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--tune", type=int, default=0, help="Number of training steps after the cut.")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--why", choices=NETWORKS, help="Cut the spaces of a network one at a time.")
     parser.add_argument("--table", action="store_true", help="Print what is recorded.")
     arguments = parser.parse_args()
     if arguments.table:
         print(table(arguments.results))
+    elif arguments.why:
+        torch.set_flush_denormal(True)
+        explain(read_case(arguments.why, arguments.sources))
     else:
         record(arguments)
 

@@ -70,7 +70,7 @@ def test_a_search_narrows_what_is_useless(name: str, epochs: int) -> None:
     assert choice.widths["useless"] < choice.widths["needed"]
 
 
-@pytest.mark.parametrize("name", ["uniform-slimmable", "l1", "l2"])
+@pytest.mark.parametrize("name", ["uniform-slimmable", "l1", "l2", "sensitivity"])
 def test_one_ratio_does_not(name: str) -> None:
     problem = planted_problem(epochs=1)
     widths = chosen(name, problem).widths

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dmcp.runs.storage import load, save
     from dmcp.runtime.checkpoint import Checkpointer
     from dmcp.searching.budget import parse_budget
+    from dmcp.searching.importance import importance
     from dmcp.searching.records import SearchResult
     from dmcp.searching.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.search import Searcher, search
@@ -71,9 +72,9 @@ __all__ = [
     "DataError", "DmcpError", "Engine", "Event", "FileError", "Latency", "LatencyConfig", "Loaders", "LowerIsBetter",
     "PruneResult", "Retrain", "Runtime", "SearchConfig", "SearchResult", "Searcher", "StoppedError", "Supernet", "Task",
     "TraceError", "TrainConfig", "TrainingError", "Widths", "WidthsError", "__version__", "cut", "direct", "evaluate",
-    "expected", "export", "load", "load_search", "measure_latency", "paper", "parse_budget", "prune", "quantize",
-    "random_widths", "read_latency", "recalibrate", "reinitialize", "save", "search", "trace", "train", "uniform",
-    "verify", "write_networks",
+    "expected", "export", "importance", "load", "load_search", "measure_latency", "paper", "parse_budget", "prune",
+    "quantize", "random_widths", "read_latency", "recalibrate", "reinitialize", "save", "search", "trace", "train",
+    "uniform", "verify", "write_networks",
 ]
 _NAMES = {  # module -> what it gives
     "budgets": "Budget",
@@ -90,6 +91,7 @@ _NAMES = {  # module -> what it gives
     "runs.storage": "load save",
     "runtime.checkpoint": "Checkpointer",
     "searching.budget": "parse_budget",
+    "searching.importance": "importance",
     "searching.records": "SearchResult",
     "searching.sampling": "direct expected random_widths uniform",
     "searching.search": "Searcher search",

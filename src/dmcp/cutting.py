@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dmcp.arguments import Seed, checked
 from dmcp.errors import WidthsError
 from dmcp.runtime.batches import as_generator
-from dmcp.searching.importance import magnitude, strongest
+from dmcp.searching.importance import Scores, norms, strongest
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.modules import modules_of, narrow, unwrap, without_autocast
 from dmcp.tracing.widths import Widths, fingerprint
@@ -24,33 +24,46 @@ Norms = RunningNorms | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
 @checked
 @without_autocast
 def cut(
-    model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], by: Literal["first", "l1", "l2"] = "first"
+    model: nn.Module,
+    graph: ChannelGraph,
+    widths: Mapping[str, Kept],
+    by: Literal["first", "l1", "l2"] | Mapping[str, Tensor] = "first",
 ) -> nn.Module:
     """A copy of the model that has only the kept channels: a plain module of the model's own class.
 
-    by: which channels are kept. "first" is for supernets, whose first channels are the important ones; "l1" and "l2"
-    keep those with the largest filters, for a model that was trained without a search. Instead of a number, a mapping
-    may give a list of the indices to keep; spaces that it does not name keep all channels. The cut network is replayed,
-    and a CutError is raised if it does not do what the graph predicts.
+    by: which channels are kept. "first" is for supernets, whose first channels are the important ones. For a model that
+    was trained without a search, give the scores of `importance(model, graph, batches)`; without data, "l1" and "l2"
+    keep the channels with the largest filters. Instead of a number, the widths may give a list of the indices to keep;
+    spaces that they do not name keep all channels. The cut network is replayed, and a CutError is raised if it does not
+    do what the graph predicts.
     """
     model = unwrap(model)
     graph.check_architecture(model)
     if isinstance(widths, Widths) and widths.fingerprint != graph.fingerprint:
         raise WidthsError("These widths are for another architecture: make them with graph.widths(...).")
-    if by != "first":
-        widths = _largest_filters(model, graph, widths, power=int(by[1]))
+    if isinstance(by, Mapping):
+        widths = _highest_scores(graph, widths, by)
+    elif by != "first":
+        widths = _highest_scores(graph, widths, norms(model, graph, power=int(by[1])))
     small = narrow(model, graph.cuts(widths), graph.attributes(widths))
     graph.check(small, widths)
     return small
 
 
-def _largest_filters(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, Kept], power: int) -> dict[str, Kept]:
-    """The widths with numbers of channels replaced by the indices of those that have the largest filters."""
+def _highest_scores(graph: ChannelGraph, widths: Mapping[str, Kept], scores: Scores) -> dict[str, Kept]:
+    """The widths with numbers of channels replaced by the indices of those that have the highest scores."""
     chosen = dict(widths)
     for space in graph.spaces:
         kept = widths.get(space.name)
-        if isinstance(kept, int):
-            chosen[space.name] = strongest(magnitude(model, graph, space, power), kept)
+        if not isinstance(kept, int):
+            continue
+        score = scores.get(space.name)
+        if score is None or score.shape != (space.size,):
+            raise WidthsError(
+                f"by needs a score for each of the {space.size} channels of {space.name}: use importance(model, graph, "
+                "batches) with the same graph."
+            )
+        chosen[space.name] = strongest(score, kept)
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import length_hint
@@ -41,15 +42,16 @@ from dmcp.retraining import (
 )
 from dmcp.runs.records import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, LatencyOutcome, Row, WithinOutcome
 from dmcp.runtime import progress
-from dmcp.runtime.batches import Loader, length_of
-from dmcp.runtime.checkpoint import digest_of_loader, plain_settings
+from dmcp.runtime.batches import Loader, device_of, length_of
+from dmcp.runtime.checkpoint import digest_of_loader, plain_settings, seeded
 from dmcp.runtime.distributed import current
 from dmcp.runtime.progress import phase, plan, shown
 from dmcp.searching import search as searching
+from dmcp.searching.importance import Scores, first_samples, scores_of
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected, filled, uniform
 from dmcp.searching.search import SEARCH
-from dmcp.searching.subnets import sort_channels
+from dmcp.searching.subnets import sort_by_importance
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import (
     AUTO,
@@ -110,7 +112,7 @@ def prune(
         metric. The smallest network is chosen that loses no more; with budget="latency" the fastest one, and so for
         the other kinds of cost. Short trainings decide on a fifth of the batches, which they do not train on; pass
         `dmcp.Loaders` with `held_out` to choose these yourself. The model must be trained.
-    method: "dmcp" searches. "l1", "l2", "uniform" and the other methods of `dmcp compare` choose widths and channels
+    method: "dmcp" searches. "sensitivity", "l2" and the other methods of `dmcp compare` choose widths and channels
         in their own way; the resulting networks are trained and tested in the same way.
     search, train: settings of the search and of the training. What you leave out follows the number of images, and
         whether a test shows that the model is trained; `search_config` and `train_config` of the result have all of it.
@@ -370,11 +372,32 @@ def _work_of_teacher(retraining: Retraining, name: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """The unpruned network that the cuts, and those of baselines, are made from."""
+
+    model: nn.Module
+    graph: ChannelGraph
+    searched: bool  # whether its first channels are the important ones, as after a search
+    samples: Sequence[Any] = ()  # that its channels are scored on
+
+    @functools.cached_property
+    def scores(self) -> Scores:
+        """A score for each channel."""
+        return scores_of(self.model, self.graph, self.samples)
+
+    def cut(self, widths: Widths) -> nn.Module:
+        """A network of these widths with the channels that matter most."""
+        if self.searched:
+            return cut(self.model, self.graph, widths)
+        return cut(self.model, self.graph, widths, by=self.scores)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedCut:
     """What is cut for one budget."""
 
     choice: Choice  # the widths, and the channels that are kept
-    source: nn.Module  # the network that the choice was made for
+    source: Source  # the network that the choice was made for
     budget: Budget  # with the latency limit that was used in the end
     latency: LatencyOutcome | None = None
 
@@ -386,7 +409,7 @@ class PlannedCut:
     def cut(self, graph: ChannelGraph) -> nn.Module:
         """A cut network with the weights of the channels that are kept."""
         if self.choice.model is None:  # the method chose widths only
-            return cut(self.source, graph, self.widths, by="l2")
+            return self.source.cut(self.widths)
         return cut(self.choice.model, graph, self.choice.kept)
 
 
@@ -394,7 +417,7 @@ class PlannedCut:
 class Selector:
     """What a search or a method gives: the choice for any budget follows from it."""
 
-    source: nn.Module  # the unpruned network that the cuts, and those of baselines, are made from
+    source: Source
     choose: Callable[[Budget], Choice]
     search: SearchResult | None = None
     trained: TrainedNetworks = TrainedNetworks()  # what had to be trained for it
@@ -425,19 +448,21 @@ def search_widths(job: PruneJob) -> Selector:
         widths = expected(replace(result, budget=budget))
         return Choice(widths=widths, kept=widths, model=net.model)
 
-    return Selector(source=net.model, choose=choose, search=result)
+    source = Source(model=net.model, graph=job.graph, searched=True)
+    return Selector(source=source, choose=choose, search=result)
 
 
 def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
     """What a method without a search chooses. If it ranks trained weights, an untrained model is trained first."""
-    source = unwrap(job.model)
+    model = unwrap(job.model)
+    samples = first_samples(job.loaders.search, device_of(model))  # before a training draws any: a resumed run has none
     pretrained = TrainedNetworks()
     if find_method(job.method).trained and not trained:
         if job.retraining.kind is Retrain.NONE:
             warn(f"The network is not trained, so {job.method} ranks random weights.", UserWarning)
         else:
             pretrained = train_all(
-                source,
+                model,
                 job.graph,
                 {UNPRUNED: job.graph.full},
                 job.loaders.final,
@@ -445,12 +470,12 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
                 task=job.task,
                 runtime=job.runtime,
             )
-            source = pretrained.networks[UNPRUNED]
+            model = pretrained.networks[UNPRUNED]
 
     low, high = reachable(job.graph, job.search)
     first_budget = next(iter(job.budgets.values()))
     problem = Problem(
-        model=source,
+        model=model,
         graph=job.graph,
         loader=job.loaders.search,
         held_out=job.loaders.arch or job.loaders.search,
@@ -465,6 +490,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
     )
     chooses_once = len(job.budgets) == 1 and not limits_latency(first_budget) and job.within is None
     choose = chooser(job.method, problem, chooses_once)
+    source = Source(model=model, graph=job.graph, searched=False, samples=samples)
     return Selector(source=source, choose=choose, trained=pretrained)
 
 
@@ -573,15 +599,15 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
     for name, planned in selection.cuts.items():
         if UNIFORM in job.baselines:
             row = job.row(UNIFORM, name)
-            widths[row] = _uniform_widths(job, selector.source, name)
+            widths[row] = _uniform_widths(job, selector.source.model, name)
             if not retraining.anew:
-                cuts[row] = cut(selector.source, graph, widths[row], by="first" if job.searches else "l2")
+                cuts[row] = selector.source.cut(widths[row])
         row = job.row(job.method, name)
         widths[row] = planned.widths
         if not retraining.anew:
             cuts[row] = planned.cut(graph)
 
-    source = _fresh_source(job) if retraining.anew else selector.source
+    source = _fresh_source(job) if retraining.anew else selector.source.model
     trained = train_all(
         source, graph, widths, job.loaders.final, retraining, cuts=cuts, task=job.task, runtime=job.runtime
     )
@@ -616,7 +642,8 @@ def _fresh_source(job: PruneJob) -> nn.Module:
     sorts = job.search.sort or not job.searches
     if sorts and not all(parameter.requires_grad for parameter in model.parameters()):
         net = Supernet(model, job.graph)
-        sort_channels(net)
+        with seeded(job.search.seed, device_of(model), current()):  # as the search drew its batches
+            sort_by_importance(net, job.loaders.search)
         model = net.model
     return with_frozen(job.task.fresh or model, model)
 

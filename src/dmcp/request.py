@@ -38,7 +38,7 @@ Spec = int | float | str | Budget  # a budget as a user writes it
 
 DEFAULT_BUDGET = "50%"
 _PHOTO = 224  # side of what networks see of photographs
-_L2 = "l2"  # uniform widths and the channels with the largest norms, as baselines are cut where nothing is searched
+_SENSITIVITY = "sensitivity"  # uniform widths, and the channels that baselines keep where nothing is searched
 
 
 @checked
@@ -317,6 +317,6 @@ def choose_baselines(request: PruneRequest, model: nn.Module, *, trained: bool) 
     baselines = request.baselines
     if not request.baselines_listed and (trained or is_model(request.teacher, model)):
         baselines |= {ORIGINAL}
-    if request.method == _L2:
+    if request.method == _SENSITIVITY:
         baselines -= {UNIFORM}  # the same network
     return baselines - {request.method}

@@ -284,7 +284,7 @@ class SearchConfig:
         shown=AUTOMATIC,
     )
     sort: bool | None = setting(
-        None, "Sort channels by the norm of their weights first. Default: for a trained model.", option=None
+        None, "Sort channels by their importance first. Default: for a trained model.", option=None
     )
     subnets: int = setting(
         2, "Random sub-networks in each weight step, besides the largest and the smallest one.", 0, option=None
@@ -635,7 +635,7 @@ def resolve(
         if search.epochs is None and images >= 2 * enough_images:
             search_images = enough_images
         why_search_rate = "small steps keep what the trained network knows"
-        why_warmup = "no warm-up: the network is trained; its channels are sorted by norm instead"
+        why_warmup = "no warm-up: the network is trained; its channels are sorted by importance instead"
     else:
         search_values["epochs"], why_search_epochs = _epochs(search_values["epochs"], images, batch)
         why_search_rate = why_rates

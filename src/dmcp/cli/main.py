@@ -267,7 +267,7 @@ def prune(request: Request) -> None:
       dmcp prune --model digits:resnet --data digits --budget params:50% --baselines
       dmcp prune --model resnet18 --data ~/photos --budget 8ms --latency-device cpu
       dmcp prune --model resnet50 --data ~/photos --weights mine.pth --budget 70% --budget 50% --budget 30%
-      dmcp prune --model resnet50 --data ~/photos --weights mine.pth --method l2 --no-train
+      dmcp prune --model resnet50 --data ~/photos --weights mine.pth --method sensitivity --no-train
       dmcp prune --resume runs/resnet18-photos-prune
       torchrun --nproc-per-node 8 -m dmcp prune --recipe imagenet_resnet50_1100m --data ~/imagenet
     """

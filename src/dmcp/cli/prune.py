@@ -31,6 +31,8 @@ from dmcp.runs.files import REPORT
 from dmcp.runs.reading import read_widths
 from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM
 from dmcp.runs.storage import save
+from dmcp.runtime.batches import device_of
+from dmcp.searching.importance import first_samples, scores_of
 from dmcp.searching.records import expected_shares
 from dmcp.settings import UNPRUNED, Retrain
 from dmcp.training.loop import Task
@@ -140,7 +142,8 @@ def train(config: RunConfig, request: Request) -> None:
         cuts: dict[str, nn.Module] = {}
         if config.retrain in (Retrain.FINETUNE, Retrain.NONE):
             start = job.model
-            cuts[name] = cut(job.model, graph, widths, by="l2")
+            samples = first_samples(loader, device_of(job.model))
+            cuts[name] = cut(job.model, graph, widths, by=scores_of(job.model, graph, samples))
         trained = train_all(start, graph, {name: widths}, loader, retraining, cuts=cuts, runtime=begun.runtime)
         example = next(iter(loader))[0]
         rows = measure_networks(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dmcp.budgets import Budget
 from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, held_out_batches, loaded, samples_of
-from dmcp.compare.ranking import L1Config, SlimmingConfig, find_l1, find_slimming, prepare_slimming
+from dmcp.compare.ranking import L1Config, SlimmingConfig, find_l1, find_sensitivity, find_slimming, prepare_slimming
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.exporting.export import blaming
 from dmcp.installation import project_address
@@ -280,6 +280,7 @@ METHODS: dict[str, Method] = {
     "uniform-slimmable": Method(find_uniform, own=Own.SLIMMABLE, one_ratio=True),
     "l1": Method(find_l1, L1Config, trained=True, own=Own.FINETUNED, one_ratio=True),
     "l2": Method(find_l1, partial(L1Config, power=2), trained=True, own=Own.FINETUNED, one_ratio=True),
+    "sensitivity": Method(find_sensitivity, trained=True, own=Own.FINETUNED, one_ratio=True),
     "slimming": Method(find_slimming, SlimmingConfig, prepare_slimming, own=Own.FINETUNED, full=True),
     "autoslim": Method(find_autoslim, AutoSlimConfig, prepare_autoslim, own=Own.SLIMMABLE, holds_out=True),
     DMCP: Method(find_dmcp, DmcpConfig, own=Own.SLIMMABLE),

@@ -1,7 +1,8 @@
-"""Methods that rank channels: norms and network slimming. A new ranking is a score for `keep_strongest`."""
+"""Methods that rank channels: norms, sensitivity, network slimming. A new ranking is a score for `keep_strongest`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,15 @@ from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Probl
 from dmcp.errors import TrainingError
 from dmcp.runtime.batches import device_of
 from dmcp.runtime.distributed import current
-from dmcp.searching.importance import ChannelRows, find_scales, magnitude, numbers_of_channels, strongest
+from dmcp.searching.importance import (
+    ChannelRows,
+    find_scales,
+    first_samples,
+    magnitude,
+    numbers_of_channels,
+    scores_of,
+    strongest,
+)
 from dmcp.settings import Engine, setting
 from dmcp.tracing.modules import narrow
 from dmcp.tracing.widths import ChannelSpace
@@ -53,6 +62,23 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
         return magnitude(model, problem.graph, space, config.power)
 
     return keep_strongest(problem, state, norms)
+
+
+# sensitivity
+
+
+def find_sensitivity(problem: Problem, config: MethodConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
+    """Keep the channels that the outputs depend on most, the same share of every space; no labels are used."""
+    samples = first_samples(problem.loader, device_of(problem.model))
+
+    @functools.cache
+    def scores(model: nn.Module) -> dict[str, Tensor]:
+        return scores_of(model, problem.graph, samples)
+
+    def score(model: nn.Module, space: ChannelSpace) -> Tensor:
+        return scores(model)[space.name]
+
+    return keep_strongest(problem, state, score)
 
 
 # network slimming

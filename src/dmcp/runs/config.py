@@ -121,7 +121,7 @@ class RunConfig:
     )
     method: str = setting(
         "dmcp",
-        "Pruning method: dmcp searches for widths; l1, l2, uniform and others (see dmcp compare) use no search.",
+        "Pruning method: dmcp searches for widths; sensitivity, l2 and others (see dmcp compare) use no search.",
         group=_SEARCH,
         commands=("prune",),
     )

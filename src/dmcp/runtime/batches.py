@@ -95,9 +95,14 @@ def check_parts(loader: Any, world: World) -> None:
         )
 
 
+def is_used_up(loader: Any) -> bool:
+    """Whether batches that are drawn from a loader may not come again."""
+    return isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
 def peek(loader: Any) -> list[Any] | None:
     """A list of the first batch that holds a sample; empty if there is none, None if looking would use it up."""
-    if isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), IterableDataset):
+    if is_used_up(loader):
         return None
     return list(itertools.islice((batch for batch in loader if size_of(batch)), 1))
 

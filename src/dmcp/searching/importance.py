@@ -1,20 +1,34 @@
-"""Where the channels of a space are in weights and norms, and how large their weights are."""
+"""Which channels matter: how much the outputs change without them, and how large their weights are."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from dmcp.arguments import checked
+from dmcp.errors import DataError
+from dmcp.runtime.batches import FewBatches, device_of, input_of, is_used_up, on_device, size_of, widest
+from dmcp.runtime.checkpoint import untouched
+from dmcp.runtime.distributed import current, sum_values
+from dmcp.searching.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.layout import Atom, Layout, in_spaces
+from dmcp.tracing.modules import kept_modes, split_batch, tensors_in, without_autocast
 from dmcp.tracing.widths import ChannelSpace
+
+_DIRECTIONS = 64  # random directions of the outputs, each for other samples
+_SAMPLES = 2  # of each direction
+
+Scores = Mapping[str, Tensor]  # by space: one number for each channel, the larger the better. (size,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +134,102 @@ def magnitude(model: nn.Module, graph: ChannelGraph, space: ChannelSpace, power:
     if not filters:
         return None
     return numbers_of_channels(model, filters).abs().pow(power).sum(dim=1)
+
+
+# how much the outputs change
+
+
+@checked
+@without_autocast
+def importance(model: nn.Module, graph: ChannelGraph, batches: Iterable[Any]) -> dict[str, Tensor]:
+    """Score each channel by how much the outputs change, to first order, when it is removed. -> {space: (size,)}
+
+    The score is the squared norm of the derivative of the outputs with respect to a factor of the channel wherever it
+    is read, estimated with random directions on the first 128 samples (fewer, if there are not as many). Outputs count
+    relative to their size. Channels of a space that the outputs do not depend on are scored by their filters.
+
+    No labels and no loss are used, only the inputs of the batches. The model, its BatchNorm statistics and all random
+    states stay as they are, and the same batches give the same scores. With several ranks, all get the mean score.
+    """
+    return importance_in(Supernet(model, graph), batches)
+
+
+def importance_in(net: Supernet, batches: Iterable[Any]) -> dict[str, Tensor]:
+    """The importance of the channels of a supernet, which stays as it is."""
+    device = device_of(net.model)
+    random = torch.Generator().manual_seed(0)
+    scores = torch.zeros(len(net.position), dtype=widest(device), device=device)
+    sizes: list[Tensor] = []  # of the outputs
+
+    with untouched(batches, device):
+        samples = list(itertools.islice(_samples(batches), _DIRECTIONS))
+    if not samples:
+        raise DataError("The importance of channels needs at least one batch, but the loader gave none.")
+    with kept_modes(net), torch.enable_grad():
+        net.eval()
+        for x in samples:
+            factors = torch.ones(len(net.position), device=device, requires_grad=True)
+            output = net.run_scaled(on_device(x, device), factors)
+            parts = [part for part in tensors_in(output) if part.requires_grad]
+            if not sizes:
+                sizes = [part.detach().abs().mean().clamp(min=1e-12) for part in parts]
+            scores += _slope(parts, sizes, factors, random).square()
+
+    world = current()
+    means = sum_values(scores / len(samples), world).cpu().nan_to_num() / world.size
+    by_space = torch.split(means, [space.size for space in net.graph.spaces])
+    result = norms(net.model, net.graph)
+    for space, score in zip(net.graph.spaces, by_space, strict=True):
+        if score.any():
+            result[space.name] = score
+    return result
+
+
+def scores_of(model: nn.Module, graph: ChannelGraph, samples: Sequence[Any]) -> dict[str, Tensor]:
+    """The importance of channels; the norms of their filters where there are no samples, or gates would be lost."""
+    if not samples or graph.loses_gates:
+        return norms(model, graph)
+    return importance(model, graph, samples)
+
+
+def first_samples(batches: Iterable[Any] | None, device: torch.device) -> list[Any]:
+    """The batches that `importance` looks at, each with a few samples; none of a loader that does not repeat them."""
+    if batches is None or is_used_up(batches):
+        return []
+    if isinstance(batches, FewBatches):
+        batches = batches.loader  # whose workers are to stay as they are
+    with untouched(batches, device):
+        return [(x,) for x in itertools.islice(_samples(batches), _DIRECTIONS)]
+
+
+def _samples(batches: Iterable[Any]) -> Iterator[Any]:
+    """Inputs of a few samples each."""
+    for batch in batches:
+        if size_of(batch):
+            yield from split_batch(input_of(batch), _SAMPLES)
+
+
+def _slope(outputs: Sequence[Tensor], sizes: Sequence[Tensor], factors: Tensor, random: torch.Generator) -> Tensor:
+    """The derivative of the outputs in a random direction with respect to the factors. (channels,) -> (channels,)
+
+    The mean of its square over directions is the squared norm of the derivative of all outputs.
+    """
+    along = factors.new_zeros(())
+    for output, size in zip(outputs, sizes, strict=False):
+        direction = torch.randn(output.shape, generator=random).to(output)  # the same numbers on every device
+        along = along + (output * direction / size).sum()
+    if not along.requires_grad:
+        return torch.zeros_like(factors)
+    return torch.autograd.grad(along, factors)[0]
+
+
+def norms(model: nn.Module, graph: ChannelGraph, power: int = 2) -> dict[str, Tensor]:
+    """Score each channel by the norm of its filters; zeros where a space has none. -> {space: (size,)}"""
+    scores = {}
+    for space in graph.spaces:
+        score = magnitude(model, graph, space, power)
+        scores[space.name] = torch.zeros(space.size) if score is None else score
+    return scores
 
 
 def strongest(scores: Tensor | None, width: int) -> list[int]:

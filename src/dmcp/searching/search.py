@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, constant_alpha, front_alphas, parse_budget
 from dmcp.searching.records import SearchResult, UnreadStep, missed_budget
 from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss
-from dmcp.searching.subnets import Chains, make_chains, sort_channels
+from dmcp.searching.subnets import Chains, make_chains, sort_by_importance
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Distill, Engine, Init, Precision, ResolvedSearchConfig, Sampling, SearchConfig, resolve_search
 from dmcp.tracing.modules import modules_of, without_autocast
@@ -82,7 +82,7 @@ def search(
             arch_data = ResumableIterator(arch_loader, engine, world, config.accumulate)
             iterators.append(arch_data)
             next_arch_batches = arch_data.next
-        searcher = Searcher(net, config, data.per_epoch, task=task, engine=engine)
+        searcher = Searcher(net, config, data.per_epoch, task=task, engine=engine, batches=loader)
 
         # A run that was interrupted goes on at its last checkpoint.
         checkpointer = runtime.checkpointer
@@ -141,6 +141,7 @@ class Searcher:
         *,
         task: Task = Task(),
         engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
+        batches: Iterable[Any] | None = None,  # to sort channels by; default: by the norms of their filters
     ) -> None:
         if steps_per_epoch < 1:
             raise TrainingError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}: is the loader empty?")
@@ -164,7 +165,7 @@ class Searcher:
         self.growth = config.sharpen ** (1 / (self.total - self.warmup))  # of the alphas, in each step
         self.growth_is_due = False  # in your own loop: the alphas have moved, and have not grown yet
         self.generator = torch.Generator(device_of(net)).manual_seed(config.seed)  # the same on every rank
-        _start(net, self.chains, self.budget, config)
+        _start(net, self.chains, self.budget, config, batches)
 
         if engine is None:
             float32 = Engine(precision=Precision.FLOAT32, compile=False, graphs=False, kernels=False)
@@ -339,11 +340,13 @@ def prepare_chains(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]
 
 
 @torch.no_grad()
-def _start(net: Supernet, chains: Chains, budget: Budget, config: ResolvedSearchConfig) -> None:
+def _start(
+    net: Supernet, chains: Chains, budget: Budget, config: ResolvedSearchConfig, batches: Iterable[Any] | None
+) -> None:
     """Sort the channels and set the alphas."""
     net.train()
     if config.sort:
-        sort_channels(net)
+        sort_by_importance(net, batches)
     certain = merged(net.sizes, chains.sizes)
     match config.init:
         case Init.FRONT:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dmcp.markov import bounded, marginals, rand, sample_groups
+from dmcp.runtime.batches import device_of
 from dmcp.searching.bounds import width_bounds
-from dmcp.searching.importance import magnitude
+from dmcp.searching.importance import Scores, first_samples, importance_in, norms
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Bound, Sampling
 from dmcp.tracing.modules import narrow
@@ -76,17 +79,24 @@ def _sample_uniform(sizes: Tensor, count: int, generator: torch.Generator | None
     return sizes.cumsum(dim=1).gather(1, group).T
 
 
+def sort_by_importance(net: Supernet, batches: Iterable[Any] | None) -> None:
+    """Order the channels of every space by their importance on these batches, in place; without any, by their norms."""
+    samples = first_samples(batches, device_of(net))
+    scores = None
+    if samples:
+        scores = importance_in(net, samples)
+    sort_channels(net, scores)
+
+
 @torch.no_grad()
-def sort_channels(net: Supernet) -> None:
-    """Order the channels of every space by the L2 norm of the weights that write them, in place.
+def sort_channels(net: Supernet, scores: Scores | None = None) -> None:
+    """Order the channels of every space by their scores, in place; without scores, by the L2 norm of their filters.
 
     Sub-networks keep the first channels; the full network computes the same as before.
     """
-    order: dict[str, list[int]] = {}
-    for space in net.graph.spaces:
-        importance = magnitude(net.model, net.graph, space, power=2)
-        if importance is not None:
-            order[space.name] = importance.argsort(descending=True, stable=True).tolist()
+    if scores is None:
+        scores = norms(net.model, net.graph)
+    order = {name: score.argsort(descending=True, stable=True).tolist() for name, score in scores.items()}
     ordered = narrow(net.model, net.graph.cuts(order), {})
     tensors = [*net.model.parameters(), *net.model.buffers()]
     ordered_tensors = [*ordered.parameters(), *ordered.buffers()]

@@ -100,11 +100,21 @@ class Supernet(nn.Module):
         tensors = {name: attrgetter(name)(self.model) for name in self._hard.names}
         return under_all_names({name: tensor.view_as(tensor) for name, tensor in tensors.items()}, self._ties)
 
+    def run_scaled(self, x: Any, factors: Tensor) -> Any:
+        """Run with each channel multiplied by a factor wherever it is read: a channel times 0 is one that is cut.
+
+        (channels,)
+        """
+        return run_folded(self.model, x, self._fold(self._hard, factors))
+
     def fold(self, gates: Tensor) -> dict[str, Tensor]:
         """The weights that differ with these gates, by name."""
         table = self._soft
         if gates.dtype == torch.bool:
             table = self._hard
+        return self._fold(table, gates)
+
+    def _fold(self, table: FoldTable, gates: Tensor) -> dict[str, Tensor]:
         return under_all_names(table.fold(lambda name: attrgetter(name)(self.model), gates), self._ties)
 
 

@@ -334,6 +334,25 @@ def reason_of(error: BaseException) -> str:
     return f"it raises {kind} without a message"
 
 
+def split_batch(example: Any, size: int) -> Iterator[Any]:
+    """Parts of an example with `size` samples each, the last one with what is left.
+
+    An example whose samples cannot be told from its shapes is one part.
+    """
+    batch = batch_of(example)
+    if batch is None:
+        yield example
+        return
+
+    def part_of(leaf: Any, start: int) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != batch:
+            return leaf
+        return leaf[start : start + size]
+
+    for start in range(0, batch, size):
+        yield map_leaves(functools.partial(part_of, start=start), example)
+
+
 @contextlib.contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
     """Restore train or eval mode of every module at the end."""
