@@ -71,10 +71,14 @@ def test_the_json_of_a_graph_has_every_kind_that_is_counted() -> None:
 def test_unreachable_budgets_name_the_range() -> None:
     graph, net = traced()
     low, full = costs(graph, net.min_widths), costs(graph, graph.full)
-    for spec, kind in (("101%", "macs"), ("0.1%", "macs"), ("50%,params:9G", "params"), ("40", "macs")):
+    for spec in ("0.1%", "40"):
         with pytest.raises(BudgetError) as caught:
             check_reachable(parse_budget(spec, graph), graph, net.min_widths)
-        assert f"{low[kind]:,}" in str(caught.value) and f"{full[kind]:,}" in str(caught.value)
+        assert f"{low['macs']:,}" in str(caught.value) and f"{full['macs']:,}" in str(caught.value)
+    for spec, kind in (("101%", "macs"), ("50%,params:9G", "params")):  # what the network meets already
+        with pytest.raises(BudgetError) as caught:
+            check_reachable(parse_budget(spec, graph), graph, net.min_widths)
+        assert f"{full[kind]:,}" in str(caught.value)
     for kind in ("macs", "traffic"):
         for end, beyond in ((low[kind], -1), (full[kind], 1)):
             check_reachable(parse_budget(f"{kind}:{end}", graph), graph, net.min_widths)

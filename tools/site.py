@@ -28,8 +28,8 @@ CHAPTERS = {  # of the reference
     "Settings": "SearchConfig TrainConfig LatencyConfig Engine paper",
     "Trace": "trace ChannelGraph ChannelSpace Widths Budget parse_budget uniform random_widths verify RULES",
     "Search": "search Supernet Searcher SearchResult load_search expected direct",
-    "Cut, train and test": "cut reinitialize recalibrate train evaluate",
-    "Save and export": "save load export quantize Latency measure_latency",
+    "Cut, train and test": "importance cut reinitialize recalibrate train evaluate",
+    "Save and export": "save load export quantize Latency measure_latency write_networks read_latency",
     "Errors": "DmcpError ArgumentError BudgetError CutError DataError FileError StoppedError TraceError TrainingError "
     "WidthsError",
 }
