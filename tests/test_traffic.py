@@ -74,6 +74,19 @@ def test_what_is_read_once_and_what_is_free(dtype: torch.dtype) -> None:
     assert scaled == size * (layers + 4 + 4)  # what is computed from weights is computed for each sample
 
 
+def test_a_number_that_is_written_into_a_tensor_is_one_fill() -> None:
+    """On real tensors it is; on the tensors that are traced, PyTorch makes a tensor of the number and copies it."""
+
+    def shifted(m: Any, x: Tensor) -> Tensor:
+        mask = x.new_zeros((5, 5))
+        mask[1:3] = 2.0
+        return m.b(m.a(x) + mask)
+
+    model = Toy(shifted, a=conv(1, 4, 1, bias=False), b=conv(4, 1, 1, bias=False))
+    graph = dmcp.trace(model, torch.zeros(2, 1, 5, 5))
+    assert graph.traffic() == counted_traffic(model, torch.zeros(1, 1, 5, 5))
+
+
 def test_a_batch_size_in_the_code_has_an_equal_share_for_each_sample() -> None:
     """Such a network cannot be run on one sample: activations are divided by the batch, weights are not."""
     layers = {"a": conv(1, 4, 1, bias=False), "b": conv(4, 1, 1, bias=False)}

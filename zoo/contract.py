@@ -304,7 +304,7 @@ def counted_traffic(model: nn.Module, image: Tensor) -> int:
     """Bytes that all ops of one pass in eval mode take and give, on real tensors; ops as autograd sees them."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one op would stand for a whole encoder layer
-    trial = copy.deepcopy(model).eval()  # what it keeps between calls would be computed by no op
+    trial = copy.deepcopy(model).train().eval()  # what it keeps between calls of eval mode would be computed by no op
     try:
         with torch.inference_mode(), TrafficCounter() as counter:
             trial(image)

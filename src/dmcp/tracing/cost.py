@@ -365,11 +365,13 @@ def traffic(coupling: Coupling, numbers: Mapping[int, int], shares: Mapping[int,
     """
     evaluated = coupling.passes[0]
     recording = evaluated.recording
+    numbers_to_fill = _numbers_to_fill(recording)
     uses: Counter[int] = Counter()  # value -> how often it is read or written
     for op in recording.ops:
-        if not is_free(op, recording):
-            uses.update(set(op.inputs()))
-            uses.update(out for out in op.outs if out is not None)
+        if is_free(op, recording) or numbers_to_fill.intersection(op.outs):
+            continue
+        uses.update(set(op.inputs()) - numbers_to_fill)
+        uses.update(out for out in op.outs if out is not None)
 
     parts: list[Terms] = []
     for value, count in uses.items():
@@ -377,6 +379,15 @@ def traffic(coupling: Coupling, numbers: Mapping[int, int], shares: Mapping[int,
         terms = product(count * recording.dtypes[value].itemsize, dims)
         parts.append({spaces: math.ceil(factor * shares[value]) for spaces, factor in terms.items()})
     return total(parts)
+
+
+def _numbers_to_fill(recording: Recording) -> set[int]:
+    """The numbers of `x[...] = number`. On meta tensors, PyTorch makes a tensor of the number and copies it."""
+    written_out = {op.outs[0] for op in recording.ops if op.name == "new_full"}
+    for op in recording.ops:
+        if op.name != "copy_":
+            written_out.difference_update(op.inputs())
+    return {value for value in written_out if value is not None}
 
 
 def is_free(op: Op, recording: Recording) -> bool:
