@@ -271,6 +271,14 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
     facts = json.loads(run(capsys, *words, "--method", "l2")[1])
     assert facts["chosen"].keys() == {"batch", "epochs", "lr", "weight_decay"}
     assert [it["name"] for it in facts["stages"]] == ["l2"]
+    facts = json.loads(run(capsys, *words, "--method", "sensitivity", "--baselines")[1])
+    assert [it["name"] for it in facts["stages"]] == ["unpruned", "sensitivity"]  # uniform is the same network
+
+
+@pytest.mark.filterwarnings("always::dmcp.searching.search.SearchWarning")
+def test_a_dry_run_does_not_warn_of_the_few_steps_that_it_measures(weights: str, capsys: Capture) -> None:
+    code, _, err = run(capsys, "prune", *SMALL[:6], "--quiet", "--weights", weights, "--budget", "50%", "--dry-run")
+    assert (code, err) == (0, "")
 
 
 def test_a_file_of_untrained_weights_does_not_make_a_network_trained(

@@ -317,6 +317,11 @@ def choose_baselines(request: PruneRequest, model: nn.Module, *, trained: bool) 
     baselines = request.baselines
     if not request.baselines_listed and (trained or is_model(request.teacher, model)):
         baselines |= {ORIGINAL}
-    if request.method == _SENSITIVITY:
-        baselines -= {UNIFORM}  # the same network
-    return baselines - {request.method}
+    return other_networks(baselines, request.method)
+
+
+def other_networks(baselines: frozenset[str], method: str) -> frozenset[str]:
+    """The baselines that are not the network of the method itself."""
+    if method == _SENSITIVITY:
+        baselines -= {UNIFORM}  # the same channels
+    return baselines - {method}

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,14 +23,14 @@ from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.exporting.timing import synchronize
 from dmcp.feasibility import parse_budgets, reachable
 from dmcp.pruning import PruneJob, phases
-from dmcp.request import check_method
+from dmcp.request import check_method, other_networks
 from dmcp.retraining import Retraining
 from dmcp.runs.config import RunConfig
 from dmcp.runs.records import UNIFORM
 from dmcp.runtime import progress
 from dmcp.runtime.batches import core_count, device_of
 from dmcp.searching.budget import costs
-from dmcp.searching.search import SEARCH
+from dmcp.searching.search import SEARCH, SearchWarning
 from dmcp.searching.search import search as run_search
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import AUTO, UNPRUNED, Retrain
@@ -101,8 +102,9 @@ def dry_run(config: RunConfig, request: Request) -> None:
         print(f"Budget:    at most {limits}")
     print_chosen(job)
     print("\nExpected time")
+    wide = max(16, *(len(stage.name) for stage in stages))
     for stage in (*stages, Stage("total", steps, seconds)):
-        print(f"  {stage.name:<16}{stage.steps:>8} steps  {show_duration(stage.seconds):>12}")
+        print(f"  {stage.name:<{wide}}{stage.steps:>8} steps  {show_duration(stage.seconds):>12}")
     if images < config.batch:
         print(f"\nThe time was measured with batches of {images:,} images and scaled to {config.batch:,}.")
     if memory:
@@ -185,7 +187,9 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
 
     def search_both_stages(part: list[Any]) -> None:
         one_epoch = replace(search, epochs=1, warmup=0, accumulate=1)
-        run_search(copy.deepcopy(net), part, one_epoch, runtime=silent)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SearchWarning)  # so few steps need not reach the budget
+            run_search(copy.deepcopy(net), part, one_epoch, runtime=silent)
 
     net = Supernet(job.model, graph, search.groups, search.align)
     full_step = seconds_per_step(train_unpruned)
@@ -211,14 +215,14 @@ def _planned(job: Job, budgets: Mapping[str, Budget]) -> PruneJob:
             teacher = UNPRUNED
             if job.trained:
                 teacher = job.model
-    baselines = set()
+    baselines = frozenset[str]()
     if config.baselines:
-        baselines = {UNPRUNED, UNIFORM}
+        baselines = other_networks(frozenset([UNPRUNED, UNIFORM]), config.method)
     return PruneJob(
         model=job.model,
         graph=job.graph,
         budgets=budgets,
-        baselines=frozenset(baselines - {config.method}),
+        baselines=baselines,
         method=config.method,
         search=job.search,
         retraining=Retraining(config=job.train, kind=config.retrain, teacher=teacher),
