@@ -28,7 +28,7 @@ from dmcp.searching.sampling import uniform
 from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.tracing.widths import Widths
 from dmcp.training.losses import LowerIsBetter, classification_loss
-from dmcp.within import RACES, Score, choose_within
+from dmcp.within import RACES, Score, choose_within, race_name
 
 EXAMPLE = torch.zeros(1, *Residual.SHAPE)
 Accuracy = Callable[[float], float]  # share of the MACs -> accuracy
@@ -179,10 +179,10 @@ def test_digits_within_a_point(monkeypatch: pytest.MonkeyPatch) -> None:
     macs = counted_macs(result.model, torch.zeros(1, 1, 8, 8))
     assert macs <= result.budget.limits[0].target < graph.macs() and macs == result.rows[-1].macs
     stages = list(dict.fromkeys(event.stage for event in events))
-    races = [f"race {number}" for number in range(1, 1 + len(outcome.candidates))]
-    assert stages == ["search", "race unpruned", *races, "dmcp", "test"]
+    races = [race_name(number) for number in range(1, 1 + len(outcome.candidates))]
+    assert stages == ["search", race_name(0), *races, "dmcp", "test"]
     steps = {stage: sum(event.stage == stage for event in events) for stage in stages}
-    assert steps["race 1"] == steps["race unpruned"] <= 0.3 * steps["dmcp"]
+    assert steps[race_name(1)] == steps[race_name(0)] <= 0.3 * steps["dmcp"]
 
 
 def test_what_within_cannot_do_is_refused_before_anything_runs() -> None:
@@ -250,14 +250,14 @@ def test_a_run_that_is_killed_in_a_race_ends_in_the_same_bits(weights: str, monk
     def dying(self: Any, step: int, *args: Any) -> None:
         save(self, step, *args)
         calls.append(self.name)
-        if self.name == "race 1":
+        if self.name == race_name(1):
             raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(dmcp.Checkpointer, "save", dying)
         with pytest.raises(Killed):
             command(*prune, "--out", "killed")
-    assert calls[-1] == "race 1" and calls.count("race 1") == 1
+    assert calls[-1] == race_name(1) and calls.count(race_name(1)) == 1
     assert command("prune", "--resume", "killed", "--quiet") == 0
 
     for name in ("model.safetensors", "widths.json", "log.jsonl", "search.safetensors"):
@@ -273,7 +273,7 @@ def test_a_dry_run_has_the_races(weights: str, capsys: pytest.CaptureFixture[str
     within = ("prune", *NET, "--weights", weights, "--within", "0.5", "--budget", "params", "--dry-run", "--json")
     assert command(*within) == 0
     stages = [stage["name"] for stage in json.loads(capsys.readouterr().out)["stages"]]
-    assert stages == ["search", "race unpruned", *(f"race {number}" for number in range(1, RACES + 1)), "dmcp"]
+    assert stages == ["search", *(race_name(number) for number in range(RACES + 1)), "dmcp"]
     for wrong in (("--budget", "50%"), ("--budget", "macs", "--budget", "params")):
         assert command("prune", *NET, "--weights", weights, "--within", "0.5", *wrong) == 2
     assert command("prune", *NET, "--within", "0.5") == 2

@@ -231,7 +231,7 @@ _DECAY = "Weight decay; not applied to norms and biases."
 _SMOOTHING = "Label smoothing of the cross-entropy loss."
 _ALIGN = (
     "Round widths to multiples of this number. Default: 16 in wide layers, less in narrow ones; "
-    "with a latency table, what its device likes."
+    "with a latency table, multiples that suit its device."
 )
 
 

@@ -135,9 +135,9 @@ def speed_notes(speeds: Sequence[Speed], facts: Facts, budget: Budget) -> list[s
         causes = find_causes(speed, facts) | causes
     notes += [f"not faster: {text}" for text in causes.values()]
     if not causes:
-        notes.append("not faster: no cause is known from its layers; measure again on an idle machine")
+        notes.append("not faster: no cause was found in its layers; measure again on an idle machine")
     if LATENCY not in budget.kinds:
-        notes.append("a budget of time, such as latency:60%, chooses widths by what is measured")
+        notes.append("a latency budget, such as latency:60%, chooses widths by measured time")
     return notes
 
 
@@ -148,17 +148,17 @@ def find_causes(speed: Speed, facts: Facts) -> dict[Cause, str]:
     if layer_us <= speed.launch_us:
         causes[Cause.LAUNCHES] = (
             f"{speed.where}, each of the {counted(facts.layers, 'layer')} of the unpruned network takes "
-            f"{show_ms(layer_us / 1000)}, mostly to be launched, whatever its width; use larger batches"
+            f"{show_ms(layer_us / 1000)} on average, mostly overhead that does not depend on widths; use larger batches"
         )
     if facts.odd_spaces:
         causes[Cause.NARROW] = (
-            f"the channels of {facts.odd_spaces} of {counted(facts.spaces, 'space')} are no multiple of {_BLOCK} any "
-            f"more, and processors compute whole blocks; use align={_BLOCK} (--align {_BLOCK})"
+            f"{facts.odd_spaces} of {counted(facts.spaces, 'space')} had a multiple of {_BLOCK} channels before the "
+            f"cut and do not have one now, and processors compute in such blocks; use align={_BLOCK} (--align {_BLOCK})"
         )
     if facts.traffic_share - facts.macs_share > _CLEARLY:
         causes[Cause.MEMORY] = (
             f"{show_share(facts.macs_share)} of the MACs are left, but {show_share(facts.traffic_share)} of the bytes "
-            f"that are read and written; use a budget of traffic, such as {TRAFFIC}:50%"
+            f"that are read and written; use a traffic budget, such as {TRAFFIC}:50%"
         )
     return causes
 

@@ -112,7 +112,7 @@ def choose_within(
 
 def race_name(number: int) -> str:
     """The stage of a race; that of the unpruned network has the number 0."""
-    return f"race {number}" if number else f"race {UNPRUNED}"
+    return f"short training {number or UNPRUNED}"
 
 
 def budget_text(kind: str, percent: int) -> str:

@@ -438,7 +438,7 @@ def latency(
         str, typer.Option(help="Folder to write the networks to, as ONNX files to be timed on another device.")
     ] = "",
     read: Annotated[
-        str, typer.Option(help="CSV file of --write with the times filled in, to make the table from.")
+        str, typer.Option(help="CSV file of --write, with the times filled in; the table is made from it.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -480,7 +480,7 @@ def export(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help=".onnx or .pt2 file. Default: model.onnx in the run.")] = None,
     budget: Annotated[
-        str, typer.Option(help="Budget, of several, whose network is exported. Default: all, each in its own folder.")
+        str, typer.Option(help="Export only the network of this budget. Default: those of all budgets of the run.")
     ] = "",
     int8: Annotated[bool, typer.Option("--int8", help="Quantize to 8 bits (model.int8.onnx).")] = False,
     model: RunModel = "",

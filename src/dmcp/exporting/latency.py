@@ -90,7 +90,7 @@ class Latency:
     def attach(self, graph: ChannelGraph) -> ChannelGraph:
         """Return the graph with this latency among its costs, so that budgets can limit it: "8ms", "latency:50%".
 
-        Where `align` is left out, widths are then multiples that the device of the table likes.
+        Where `align` is left out, widths are then multiples that suit the device of the table.
         """
         names = tuple(space.name for space in graph.spaces)
         if (self.fingerprint, self.spaces, self.input_shape) != (graph.fingerprint, names, graph.input_shape):
@@ -127,7 +127,7 @@ class Latency:
 
     @property
     def multiples(self) -> str:
-        """Which multiples the device likes, in words; empty if they are the usual ones."""
+        """Which multiples suit the device, in words; empty if they are the usual ones."""
         multiples = sorted({self.multiple_of(ChannelSpace("", 1, writers)) for writers in (("",), ("", ""))})
         if multiples == [ChannelSpace.multiple] and self.block == 1:
             return ""

@@ -55,7 +55,7 @@ class RunConfig:
     )
     weights: str = setting(
         "",
-        "Weights file to start from, .safetensors or .pth. A last layer for another number of classes starts fresh.",
+        "Weights file to start from, .safetensors or .pth. A last layer for another number of classes is not loaded.",
         group=_MODEL_AND_DATA,
         commands=RUNS,
     )
@@ -113,8 +113,8 @@ class RunConfig:
 
     within: float | None = setting(
         None,
-        "Largest loss against --weights, in points of accuracy, instead of a budget: the smallest network that loses "
-        "no more on held-out training images is chosen. With --budget latency the fastest one.",
+        "Points of accuracy that may be lost against --weights, instead of a budget: chooses the smallest network that "
+        "loses no more on held-out training images, or with --budget latency the fastest one.",
         0,
         group="Budget",
         commands=("prune",),
@@ -145,7 +145,8 @@ class RunConfig:
     train: TrainConfig = setting(TrainConfig(), group=_TRAINING, commands=TRAININGS)
     widths: str = setting(
         "",
-        "Widths file, from a run or from dmcp sample. Default: the unpruned network is trained.",
+        "Widths file, from a run or from dmcp sample; of --weights, the most important channels are kept. Default: the "
+        "unpruned network is trained.",
         group=_TRAINING,
         commands=("train",),
     )
@@ -157,8 +158,8 @@ class RunConfig:
     )
     teacher: str = setting(
         "",
-        'Teacher for distillation: "given" uses the network of --weights, "unpruned" trains the unpruned network '
-        'first; or a weights file, "none" or "auto".',
+        'Teacher for distillation: "given" (the network of --weights), "unpruned" (trained first), a weights file, '
+        '"none", or "auto": "given" if that network is trained, else "unpruned".',
         group=_TRAINING,
         commands=TRAININGS,
         shown="auto for dmcp prune, else none",
