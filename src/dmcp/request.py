@@ -210,11 +210,14 @@ def read_spec_within(search: SearchConfig | None, budget: Spec | Sequence[Spec] 
 
 
 def check_within(retrain: Retrain, teacher: nn.Module | str | None) -> None:
-    """Refuse trainings from fresh weights, which a short one does not foretell, and a teacher that is untrained."""
+    """Refuse trainings from fresh weights, which a short one does not predict, and a teacher that is untrained."""
     if retrain not in (Retrain.FINETUNE, Retrain.NONE):
-        raise TrainingError(f'within compares networks that keep their weights, which retrain="{retrain}" does not.')
+        raise TrainingError(
+            f'within compares networks after short trainings from their own weights: retrain must be "finetune" or '
+            f'"none", not "{retrain}".'
+        )
     if teacher == UNPRUNED:
-        raise TrainingError('within needs a trained model, which can teach: leave out teacher="unpruned".')
+        raise TrainingError('within needs a trained model, which is then the teacher: leave out teacher="unpruned".')
 
 
 def with_held_out(loaders: Loaders) -> Loaders:

@@ -108,8 +108,8 @@ def latency(
         if as_json:
             print_json({"folder": write, "networks": settings.networks, "times": str(path)})
         else:
-            print(f"Time the {settings.networks} networks in {write}, fill in the column ms of {path}, and read it:")
-            print(f"the same command with --read {path} --out latency.json instead of --write")
+            print(f"Time the {settings.networks} networks in {write}, and fill in the column ms of {path}.")
+            print(f"Then repeat this command with --read {path} --out latency.json instead of --write.")
         return
 
     if read:
