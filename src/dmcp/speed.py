@@ -133,9 +133,9 @@ def speed_notes(speeds: Sequence[Speed], facts: Facts, budget: Budget) -> list[s
     causes: dict[Cause, str] = {}
     for speed in slow:
         causes = find_causes(speed, facts) | causes
-    notes += [f"not faster: {text}" for text in causes.values()]
+    notes += [f"limits the speed-up: {text}" for text in causes.values()]
     if not causes:
-        notes.append("not faster: no cause was found in its layers; measure again on an idle machine")
+        notes.append("the layers show no cause of the small speed-up; measure again on an idle machine")
     if LATENCY not in budget.kinds:
         notes.append("a latency budget, such as latency:60%, chooses widths by measured time")
     return notes
