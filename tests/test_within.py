@@ -215,6 +215,7 @@ def test_a_metric_of_the_users_own_and_other_methods() -> None:
     options["task"] = dmcp.Task(loss=classification_loss(), metric=LowerIsBetter(classification_loss()))
     result = dmcp.prune(model, train, test, "params", within=5, **options)
     assert result.within and result.within.error is None and result.budget.kinds == ("params",)
+    assert not result.within.trains and "short trainings" not in result.table
     params = sum(parameter.numel() for parameter in result.model.parameters())
     assert params <= result.budget.limits[0].target < graph.params()
 
@@ -223,6 +224,20 @@ def test_a_metric_of_the_users_own_and_other_methods() -> None:
     assert result.within and result.budget.kinds == ("latency",)
     assert result.latency and result.latency.held and milliseconds(result.model) < milliseconds(model)
     assert result.latency.measured_ms == pytest.approx(milliseconds(result.model), rel=1e-6)
+
+
+def test_a_search_begins_with_a_budget_that_is_reachable() -> None:
+    """Where half the cost is out of reach, as with a constant time, nobody has asked for half."""
+    model, graph = trained()
+    train, test = tensors(load("digits").train), tensors(load("digits").test)
+    full = sum(parameter.numel() for parameter in model.parameters())
+    milliseconds = lambda net: 2 * full + sum(parameter.numel() for parameter in net.parameters())  # noqa: E731
+    result = dmcp.prune(
+        model, train, test, "latency", within=20, latency=milliseconds, graph=graph, retrain="none", teacher=None
+    )
+    assert result.search_config and result.within and result.latency and result.latency.held
+    assert 67 <= float(result.search_config.budget.removeprefix("latency:").removesuffix("%")) < 100
+    assert 2 * full < milliseconds(result.model) < 3 * full
 
 
 # the command, and its resumption
@@ -274,6 +289,11 @@ def test_a_dry_run_has_the_races(weights: str, capsys: pytest.CaptureFixture[str
     assert command(*within) == 0
     stages = [stage["name"] for stage in json.loads(capsys.readouterr().out)["stages"]]
     assert stages == ["search", *(race_name(number) for number in range(RACES + 1)), "dmcp"]
+    kept = ("layer3.0.downsample.0=32", "layer3.0.conv1=32", "layer2.0.conv1=16")  # half the parameters are in these
+    assert command(*within, *(word for each in kept for word in ("--min-channels", each))) == 0
+    facts = json.loads(capsys.readouterr().out)
+    least, most = (facts["reachable"][end]["params"] for end in ("min", "max"))
+    assert most / 2 < least < facts["asked"][0]["params"] < most
     for wrong in (("--budget", "50%"), ("--budget", "macs", "--budget", "params")):
         assert command("prune", *NET, "--weights", weights, "--within", "0.5", *wrong) == 2
     assert command("prune", *NET, "--within", "0.5") == 2

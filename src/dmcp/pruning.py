@@ -73,7 +73,7 @@ from dmcp.training.loop import Runtime, Task
 from dmcp.training.losses import MetricWarning, warn
 from dmcp.training.preflight import classes_of, first_two, preflight
 from dmcp.training.trained import is_trained
-from dmcp.within import RACES, Race, choose_within, race_config, race_name
+from dmcp.within import RACES, Race, choose_within, race_config, race_name, with_reachable_start
 
 Picked = TypeVar("Picked")
 _SHARED_ROWS = (ORIGINAL, TEACHER, UNPRUNED)  # rows that all budgets share
@@ -174,7 +174,12 @@ def prune(
 
     # Budgets in numbers, once a latency table is there for those in milliseconds.
     graph, timer = with_latency(model, graph, sample, request.specs, settings, latency, runtime)
-    budgets = parse_budgets(request.specs, graph, *reachable(graph, settings))
+    ends = reachable(graph, settings)
+    specs = request.specs
+    if within is not None:
+        settings = with_reachable_start(settings, graph, ends)
+        specs = [settings.budget]
+    budgets = parse_budgets(specs, graph, *ends)
     job = resumable(
         PruneJob(
             model=model,
@@ -540,6 +545,7 @@ def choose_budget(
         kind=kind,
         reachable=reachable(job.graph, job.search),
         metric=job.task.metric,
+        trains=job.retraining.kind is not Retrain.NONE,
     )
     return replace(job, budgets={budget.file_name: budget}), {budget.file_name: planned}, outcome
 

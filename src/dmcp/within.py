@@ -20,7 +20,7 @@ from dmcp.runtime.batches import Loader, device_of, length_of
 from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current
 from dmcp.searching.budget import parse_budget
-from dmcp.settings import ResolvedTrainConfig
+from dmcp.settings import ResolvedSearchConfig, ResolvedTrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap
 from dmcp.tracing.widths import Widths
@@ -61,12 +61,15 @@ def choose_within(
     kind: str,
     reachable: tuple[Widths, Widths],
     metric: Metric | None,
+    trains: bool = True,
 ) -> tuple[AnyPlan, Budget, WithinOutcome]:
     """Find the smallest budget whose network loses at most so many points, by bisection.
 
     A loss is the difference between two networks after the same race: the unpruned one, with the weights of the model,
     and the one that is cut to the budget. The races train both on the same images, and the metric is that of the
     held-out ones. Bisection takes for granted that a larger network is not worse.
+
+    trains: whether a race trains its network, and does not only calibrate it.
     """
     start = time.monotonic()
     unpruned = race(race_name(0), graph.full, cut(unwrap(model), graph, graph.full))
@@ -100,14 +103,29 @@ def choose_within(
         samples=unpruned.samples,
         unit=unit_of(metric),
         error=_error_of(unpruned, metric),
+        trains=trains,
         seconds=time.monotonic() - start,
     )
     if best is None:
+        remedy = "train the pruned network"
+        if trains:
+            remedy = "train longer (epochs)"
         raise BudgetError(
-            f"No budget was found within {outcome.show(points)} {outcome.evidence}. "
-            "Allow a larger loss, or train longer (epochs)."
+            f"No budget was found within {outcome.show(points)} {outcome.evidence}. Allow a larger loss, or {remedy}."
         )
     return *best, outcome
+
+
+def with_reachable_start(
+    search: ResolvedSearchConfig, graph: ChannelGraph, reachable: tuple[Widths, Widths]
+) -> ResolvedSearchConfig:
+    """The settings with a budget that the search can begin with: the middle of what is reachable, if theirs is not."""
+    (limit,) = parse_budget(search.budget, graph).limits
+    lowest, highest = (graph.cost(limit.kind, widths) for widths in reachable)
+    if lowest <= limit.target <= highest:
+        return search
+    middle = round(100 * (lowest + highest) / 2 / graph.cost(limit.kind))
+    return replace(search, budget=budget_text(limit.kind, middle))
 
 
 def race_name(number: int) -> str:

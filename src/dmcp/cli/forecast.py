@@ -95,11 +95,12 @@ def dry_run(config: RunConfig, request: Request) -> None:
     print(describe_network(config.model, job.data.shape, graph))
     print(f"\nReachable: from {describe_costs(graph, low)}")
     print(f"           to   {describe_costs(graph, high)}")
-    if config.within is not None:
-        print(f"Budget:    the smallest within {config.within:g}, to be found; half of the cost is assumed")
-    for budget in budgets.values() if config.within is None else ():
+    for budget in budgets.values():
         limits = ", ".join(show_cost(limit.kind, limit.target) for limit in budget.limits)
-        print(f"Budget:    at most {limits}")
+        if config.within is None:
+            print(f"Budget:    at most {limits}")
+        else:
+            print(f"Budget:    the smallest within {config.within:g}, to be found; {limits} is assumed here")
     print_chosen(job)
     print("\nExpected time")
     wide = max(16, *(len(stage.name) for stage in stages))

@@ -55,6 +55,7 @@ from dmcp.training.losses import check_range, scores_of
 from dmcp.training.preflight import check_classifier, check_forward, classes_of
 from dmcp.training.trained import is_trained
 from dmcp.units import counted, show_shape
+from dmcp.within import with_reachable_start
 
 CHILD = "DMCP_CHILD"  # environment variable of processes that a command has started: it has looked at the data
 _OF_SHAPES = (RuntimeError, ValueError, AssertionError, IndexError)  # what a forward raises for inputs of other shapes
@@ -283,7 +284,11 @@ def with_checked_budgets(job: Job, folder: str = "") -> Job:
         return measured
 
     graph = attach_latency(job.graph, search.budget, measure, table)
-    parse_budgets(job.budgets, graph, *reachable(graph, search))
+    ends = reachable(graph, search)
+    if config.within is not None:
+        start = with_reachable_start(job.search, graph, ends)
+        job = replace(job, config=replace(config, search=start))
+    parse_budgets(job.budgets, graph, *ends)
     reasons = dict(job.reasons)
     attached = Latency.of(graph)
     if attached is not None and attached.multiples and search.align is None:

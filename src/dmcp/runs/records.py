@@ -141,7 +141,7 @@ class LatencyOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A network that was trained for a short time and tested on held-out images."""
+    """A network that was trained for a short time, or only calibrated, and tested on held-out images."""
 
     budget: str
     score: float
@@ -159,6 +159,7 @@ class WithinOutcome:
     samples: int  # held-out ones; 0 if their number is unknown
     unit: str  # "points" or ""
     error: float | None = None  # standard error of an accuracy on these samples, in points
+    trains: bool = True  # whether the networks were trained, and not only calibrated
     seconds: float = field(default=0.0, compare=False)  # of all these trainings; those before an interruption not
 
     @property
@@ -175,10 +176,10 @@ class WithinOutcome:
         if self.error is not None:
             images += f" (standard error of an accuracy: \N{PLUS-MINUS SIGN} {self.error:.1f} points)"
         losses = [f"{candidate.budget} lost {self.show(candidate.loss)}" for candidate in self.candidates]
-        return (
-            f"on {images} after short trainings of {show_duration(self.seconds)}: compared with the unpruned network, "
-            f"{', '.join(losses)}"
-        )
+        training = "without any training"
+        if self.trains:
+            training = f"after short trainings of {show_duration(self.seconds)}"
+        return f"on {images} {training}: compared with the unpruned network, {', '.join(losses)}"
 
     def show(self, loss: float) -> str:
         """A loss with its unit."""
