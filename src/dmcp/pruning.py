@@ -135,7 +135,7 @@ def prune(
     """
     # What is asked for. Mistakes are refused here, before anything runs.
     seed = train.seed if train is not None else TrainConfig.seed
-    loader, val_loader = loaders_of_rows(model, loader, val_loader, seed)
+    loader, val_loader = loaders_of_rows(model, loader, val_loader, seed, holds_out=within is not None)
     request = read_request(
         model,
         loader,

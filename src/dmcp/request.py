@@ -12,6 +12,7 @@ from torch import nn
 from dmcp.arguments import checked
 from dmcp.budgets import Budget, budget_of_kind, choose_middle, read_budget
 from dmcp.compare.methods import Own, find_method
+from dmcp.data.datasets import split
 from dmcp.data.images import LARGEST, typical_size
 from dmcp.data.rows import has_rows, make_row_loader, open_rows
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
@@ -149,11 +150,14 @@ def read_request(
     )
 
 
-def loaders_of_rows(model: nn.Module, loader: Any, val_loader: Any, seed: int) -> tuple[Loader | Loaders, Loader]:
+def loaders_of_rows(
+    model: nn.Module, loader: Any, val_loader: Any, seed: int, *, holds_out: bool = False
+) -> tuple[Loader | Loaders, Loader]:
     """Loaders in place of data sets with rows, as Hugging Face has them; loaders are returned as they are.
 
     Their images have the size that the model states, or the size that most training images have, up to 256 px, or the
     usual one.
+    holds_out: whether the search leaves a part of the training images to `within`.
     """
     if not has_rows(loader) and not has_rows(val_loader):
         return loader, val_loader
@@ -172,7 +176,17 @@ def loaders_of_rows(model: nn.Module, loader: Any, val_loader: Any, seed: int) -
     test = replace(test, size=(height, width), channels=channels)
     batch, _ = default_batch(len(train), macs=0)
     device = device_of(model)
-    return make_row_loader(train, batch, True, seed, device), make_row_loader(test, batch, False, seed, device)
+    train_loader = make_row_loader(train, batch, True, seed, device)
+    test_loader = make_row_loader(test, batch, False, seed, device)
+    if not holds_out:
+        return train_loader, test_loader
+    searched, held_out = split(train, HELD_OUT, seed)
+    loaders = Loaders(
+        search=make_row_loader(searched, batch, True, seed, device),
+        held_out=make_row_loader(held_out, batch, False, seed, device),
+        train=train_loader,
+    )
+    return loaders, test_loader
 
 
 def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> list[Spec]:

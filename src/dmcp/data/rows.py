@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor
+from torch.utils.data import Subset
 
 from dmcp.data.folders import FolderSet
 from dmcp.data.images import Array, Size, as_upright_rgb
@@ -44,6 +45,12 @@ class RowSet(FolderSet):
     rows: Any = None
     column: str = ""  # that has the images
 
+    def subset(self, indices: Tensor) -> RowSet:
+        """Take the rows at these indices."""
+        chosen = super().subset(indices)
+        assert isinstance(chosen, RowSet)
+        return replace(chosen, rows=Subset(self.rows, indices.tolist()))
+
     def read(self, index: int) -> Array:
         """Read an image as (height, width, 3) uint8; DataError if it is none."""
         try:
@@ -52,7 +59,7 @@ class RowSet(FolderSet):
                 raise TypeError(f"it is a {type(image).__name__}, not a PIL image")
             return np.array(as_upright_rgb(image))
         except Exception as error:  # a library that reads rows raises many kinds
-            raise DataError(f"The image of row {index} cannot be read: {quote(error)}.") from error
+            raise DataError(f"The image of {self.paths[index]} cannot be read: {quote(error)}.") from error
 
     def some_sizes(self) -> list[Size]:
         """Heights and widths of some images."""
