@@ -149,6 +149,27 @@ def test_what_is_frozen_keeps_its_values(kind: Retrain) -> None:
         assert not any(it.requires_grad for name in still for it in small.get_submodule(name).parameters())
 
 
+def test_frozen_channels_are_those_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a loader gives other batches after the search than before it, by which channels were sorted."""
+    torch.manual_seed(0)
+    model = Residual(**Residual.FULL)
+    model.stem.requires_grad_(False)
+    searched: list[Tensor] = []
+    search = dmcp.pruning.search_widths
+
+    def spy(job: Any) -> Any:
+        selector = search(job)
+        searched.append(selector.source.model.stem.weight.detach().clone())
+        return selector
+
+    monkeypatch.setattr("dmcp.pruning.search_widths", spy)
+    images = TensorDataset(torch.randn(60, *Residual.SHAPE), torch.arange(60) % 5)
+    for start in range(4):
+        loader = DataLoader(images, 2, shuffle=True, generator=torch.Generator().manual_seed(start))
+        result = prune(model, loader, search=replace(SEARCH, sort=True), retrain="scratch", teacher=None)
+        assert torch.equal(result.model.stem.weight, searched[-1][: result.widths["stem"]])
+
+
 def test_own_loss_metric_and_batches() -> None:
     """A dict as batch, a loss that is no classification, a metric that is no accuracy."""
     batches = [{"input": x, "wanted": x.mean(dim=(1, 2, 3))} for x, _ in Noise().batches]

@@ -43,7 +43,7 @@ from dmcp.retraining import (
 from dmcp.runs.records import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, LatencyOutcome, Row, WithinOutcome
 from dmcp.runtime import progress
 from dmcp.runtime.batches import Loader, device_of, length_of
-from dmcp.runtime.checkpoint import digest_of_loader, plain_settings, seeded
+from dmcp.runtime.checkpoint import digest_of_loader, plain_settings
 from dmcp.runtime.distributed import current
 from dmcp.runtime.progress import phase, plan, shown
 from dmcp.searching import search as searching
@@ -51,7 +51,7 @@ from dmcp.searching.importance import Scores, first_samples, scores_of
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected, filled, uniform
 from dmcp.searching.search import SEARCH
-from dmcp.searching.subnets import sort_by_importance
+from dmcp.searching.subnets import sort_channels
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import (
     AUTO,
@@ -613,7 +613,7 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
         if not retraining.anew:
             cuts[row] = planned.cut(graph)
 
-    source = _fresh_source(job) if retraining.anew else selector.source.model
+    source = _fresh_source(job, selector.source) if retraining.anew else selector.source.model
     trained = train_all(
         source, graph, widths, job.loaders.final, retraining, cuts=cuts, task=job.task, runtime=job.runtime
     )
@@ -642,16 +642,14 @@ def _uniform_widths(job: PruneJob, source: nn.Module, budget: str) -> Widths:
     return widths
 
 
-def _fresh_source(job: PruneJob) -> nn.Module:
+def _fresh_source(job: PruneJob, source: Source) -> nn.Module:
     """The model that networks with fresh weights are cut from: frozen parameters keep their values and channels."""
-    model = job.model
-    sorts = job.search.sort or not job.searches
-    if sorts and not all(parameter.requires_grad for parameter in model.parameters()):
-        net = Supernet(model, job.graph)
-        with seeded(job.search.seed, device_of(model), current()):  # as the search drew its batches
-            sort_by_importance(net, job.loaders.search)
-        model = net.model
-    return with_frozen(job.task.fresh or model, model)
+    ordered = source.model
+    if not source.searched and not all(parameter.requires_grad for parameter in ordered.parameters()):
+        net = Supernet(ordered, job.graph)
+        sort_channels(net, source.scores)
+        ordered = net.model
+    return with_frozen(job.task.fresh or job.model, ordered)
 
 
 # what came out
