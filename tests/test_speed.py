@@ -90,6 +90,7 @@ def test_with_a_limit_on_latency_its_own_measurement_counts() -> None:
     assert result.latency is not None
     (speed,) = result.speeds
     assert speed.factor == pytest.approx(count(model) / count(result.model), rel=1e-6)
+    assert Cause.LAUNCHES not in find_causes(speed, replace(FACTS, layers=10**6))
     outcome = replace(result.latency, measured_ms=None)
     example = torch.zeros(1, *result.graph.input_shape)
     assert not measure_speeds(model, model, result.graph, example, torch_ms=(1, 1), latency=outcome)

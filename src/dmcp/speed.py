@@ -36,7 +36,7 @@ class Speed:
     where: str  # the runtime in words
     unpruned_ms: float
     pruned_ms: float
-    launch_us: float  # up to which a layer's time is mostly that of its launch, there
+    launch_us: float  # up to which a layer's time is mostly that of its launch, there; 0 if this is unknown
 
     @property
     def factor(self) -> float:
@@ -88,8 +88,11 @@ def measure_speeds(
     if latency is not None and table is not None:
         if latency.measured_ms is None:
             return ()
-        is_eager = table.runtime == RuntimeKind.TORCH and table.mode is LatencyMode.EAGER
-        launch_us = _EAGER_US if is_eager else _COMPILED_US
+        launch_us = _COMPILED_US
+        if table.runtime == RuntimeKind.TORCH and table.mode is LatencyMode.EAGER:
+            launch_us = _EAGER_US
+        if not table.place:  # a user's function measured
+            launch_us = 0.0
         of_budget = Speed(
             where=latency.how,
             unpruned_ms=latency.unpruned_ms,
