@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nets import Toy, same, state, unit
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import ArgumentError, TrainingError
+from dmcp.runtime.checkpoint import random_state
 from dmcp.settings import Distill, SearchConfig, TrainConfig
 from dmcp.training.distillation import DistillationWarning, distillation_by_loss, distillation_loss
 
@@ -214,6 +217,27 @@ def test_the_loss_shows_how_to_distill(name: str) -> None:
     assert terms is not None and same(before, state(model)) and model.weight.grad is None
     output, target = Given(make)(X), Given(make)(Y)
     torch.testing.assert_close(distillation_loss(output, target, kind=terms), by_hand(output, target))
+
+
+class Noisy(nn.Module):
+    """A loss that counts its calls, and draws from every generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        noise = random.random() + float(np.random.rand()) + torch.rand(())
+        return (1 + 0 * noise) * F.mse_loss(output, batch[1])
+
+
+def test_looking_at_a_loss_leaves_no_trace() -> None:
+    loss = Noisy()
+    cpu = torch.device("cpu")
+    before = random_state(cpu)
+    assert distillation_by_loss(loss, Given(IMAGE), (X, Y, LABELS)) is not None
+    assert loss.calls == 0 and same(before, random_state(cpu))
 
 
 UNCLEAR: dict[str, tuple[Any, Any]] = {

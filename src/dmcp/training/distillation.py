@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import TrainingError
 from dmcp.runtime.batches import device_of, input_of
+from dmcp.runtime.checkpoint import untouched
 from dmcp.runtime.distributed import current
 from dmcp.settings import Distill
 from dmcp.tracing.modules import call_model, narrow, tensors_in, unwrap
@@ -204,12 +205,15 @@ def distillation_by_loss(loss: Loss, model: nn.Module, batch: Any) -> tuple[Term
     device = device_of(model)
     copy_of_model = narrow(unwrap(model), {}, {}).train()  # a forward may write into buffers
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        copy_of_loss = loss
+        if isinstance(loss, nn.Module):
+            copy_of_loss = narrow(loss, {}, {})
+        with untouched([batch], device), torch.enable_grad():
             output = call_model(copy_of_model, input_of(batch))
             outputs = tensors_in(output)
             watch = _LossWatch(outputs)
             with watch:
-                value = loss(output, batch)
+                value = copy_of_loss(output, batch)
             terms = watch.terms(value)
     except Exception:  # a loss that fails says so in the first step
         return None
