@@ -31,8 +31,12 @@ def demo(out: Path | None, prune_options: Sequence[str], run_command: Callable[[
     if missing_packages():
         file = run / "model.pt2"
 
+    prune = _PRUNE.split()
+    if any(option.split("=")[0] == "--budget" for option in prune_options):
+        first = prune.index("--budget")
+        del prune[first : first + 2]  # a repeated option would ask for a second network
     commands = [
-        [*_PRUNE.split(), *prune_options, "--out", str(run)],
+        [*prune, *prune_options, "--out", str(run)],
         ["export", str(run), "--out", str(file), "--quiet"],
         ["report", str(run), "--out", str(page)],
     ]
