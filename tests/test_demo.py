@@ -24,7 +24,9 @@ def test_demo(file: str, runtime: str, tmp_path: Path, capsys: Capture, monkeypa
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "onnx" in name else find_spec(name))
     try:
         budget = ("--budget", "30%")
-        code, printed, _ = run(capsys, "demo", *SHORT, *budget, "--out", str(tmp_path / "run"))  # the last option counts
+        code, printed, _ = run(
+            capsys, "demo", *SHORT, *budget, "--out", str(tmp_path / "run")
+        )  # the last option counts
     finally:
         torch.set_num_threads(threads)
     assert code == 0 and printed.startswith("\n$ dmcp prune --model digits:resnet ")

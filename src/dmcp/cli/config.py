@@ -226,7 +226,7 @@ def settle(
     """Choose the settings that nobody typed for the network and its data; and say why, by option.
 
     Those that a recipe leaves out are not chosen: a recipe is the same for all networks and data. But a trained network
-    needs no warm-up, and its channels are sorted by norm.
+    needs no warm-up, and its channels are sorted by their importance.
     """
     if config.recipe:
         search = config.search

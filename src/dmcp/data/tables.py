@@ -82,7 +82,6 @@ def _read_rows(path: Path) -> list[_Row]:
     try:
         columns = _find_columns(path, reader.fieldnames or [])
         for cells in reader:
-            problem = ""
             row = _Row(*(str(cells.get(column) or "").strip() for column in columns))
             row = row._replace(path=os.path.join(path.parent, row.path), split=row.split.lower())
             problem = _describe_problem(row, cells, columns)
