@@ -226,6 +226,18 @@ def test_a_metric_of_the_users_own_and_other_methods() -> None:
     assert result.latency.measured_ms == pytest.approx(milliseconds(result.model), rel=1e-6)
 
 
+def test_only_the_chosen_network_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates that are slower than their budget are nobody's concern."""
+    monkeypatch.setattr("dmcp.runs.records.LatencyOutcome.warning", property(lambda outcome: "slow"))
+    model, graph = trained()
+    train, test = tensors(load("digits").train), tensors(load("digits").test)
+    milliseconds = lambda net: 1 + sum(parameter.numel() for parameter in net.parameters()) / 1000  # noqa: E731
+    options: dict[str, Any] = {"method": "l2", "retrain": "none", "teacher": None, "graph": graph}
+    with pytest.warns(UserWarning, match="slow") as caught:
+        result = dmcp.prune(model, train, test, "latency", within=60, latency=milliseconds, **options)
+    assert result.within and len(result.within.candidates) > 1 and len(caught) == 1
+
+
 def test_a_search_begins_with_a_budget_that_is_reachable() -> None:
     """Where half the cost is out of reach, as with a constant time, nobody has asked for half."""
     model, graph = trained()

@@ -505,6 +505,7 @@ def plan_cuts(job: PruneJob, selector: Selector) -> dict[str, PlannedCut]:
     for name, budget in job.budgets.items():
         folder_name = name if len(job.budgets) > 1 else ""
         cuts[name] = _plan_cut(job, selector, budget, folder_name)
+        _warn_if_slow(cuts[name])
     return cuts
 
 
@@ -521,9 +522,14 @@ def _plan_cut(job: PruneJob, selector: Selector, budget: Budget, folder_name: st
     if not limits_latency(budget):
         return plan_cut(budget)
     planned, outcome = _choose_within_latency(job, cut_to_be_measured, budget, folder_name)
-    if outcome.warning and current().first:
-        warn(outcome.warning, UserWarning)
     return replace(planned, latency=outcome)
+
+
+def _warn_if_slow(planned: PlannedCut) -> None:
+    """Warn of a network that takes more time than its budget allows."""
+    outcome = planned.latency
+    if outcome is not None and outcome.warning and current().first:
+        warn(outcome.warning, UserWarning)
 
 
 def choose_budget(
@@ -547,6 +553,7 @@ def choose_budget(
         metric=job.task.metric,
         trains=job.retraining.kind is not Retrain.NONE,
     )
+    _warn_if_slow(planned)
     return replace(job, budgets={budget.file_name: budget}), {budget.file_name: planned}, outcome
 
 
