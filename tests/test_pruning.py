@@ -366,6 +366,18 @@ def test_tensors_that_were_replaced_meanwhile_are_refused(kind: str, tmp_path: P
     start(images, stop=False)
 
 
+def test_another_distillation_is_refused_when_a_run_goes_on(tmp_path: Path) -> None:
+    def start(distill: str, stop: bool) -> None:
+        task = dmcp.Task(loss=lambda output, batch: output.square().mean(), distill=distill)
+        keeper = dmcp.Checkpointer(tmp_path, every_steps=1, stop_requested=lambda: stop)
+        prune(task=task, runtime=dmcp.Runtime(checkpointer=keeper))
+
+    with pytest.raises(dmcp.StoppedError):
+        start("l2", stop=True)
+    with pytest.raises(FileError, match="distill"):
+        start("l1", stop=False)
+
+
 def test_several_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
     options = {"budget": ["70%", "50%"], "retrain": "finetune", "train": replace(TRAIN, epochs=2)}
     seen = list[dmcp.Event]()

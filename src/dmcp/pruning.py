@@ -293,6 +293,7 @@ def resumable(job: PruneJob) -> PruneJob:
     retraining = job.retraining
     teacher = retraining.teacher_network
     table = Latency.of(job.graph)
+    distill = job.task.distill
     settings: dict[str, Any] = {
         "search": job.search,
         "train": retraining.config,
@@ -305,6 +306,7 @@ def resumable(job: PruneJob) -> PruneJob:
         "graph": job.graph.fingerprint,
         "arch_loader": job.loaders.arch is not None,
         "optimizer": job.task.optimizer is not None,
+        "distill": distill if isinstance(distill, Distill) else distill is not None,
         "latency": table and table.digest,
         "teacher": retraining.teacher if teacher is None else TEACHER,
     }
