@@ -23,7 +23,7 @@ MODELS = {  # spaces, and the model
     "RegNetForImageClassification": (17, transformers.RegNetConfig(**SMALL, embedding_size=16, groups_width=16)),
     "MobileNetV2ForImageClassification": (25, transformers.MobileNetV2Config(depth_multiplier=0.35, num_labels=4)),
     "ConvNextForImageClassification": (4, transformers.ConvNextConfig(**SMALL)),  # its stream is under LayerNorms
-    "SegformerForSemanticSegmentation": (12, transformers.SegformerConfig(**SMALL, decoder_hidden_size=32)),
+    "SegformerForSemanticSegmentation": (16, transformers.SegformerConfig(**SMALL, decoder_hidden_size=32)),
     "UperNetForSemanticSegmentation": (
         23,
         transformers.UperNetConfig(backbone_config=BACKBONE, hidden_size=32, num_labels=4, auxiliary_in_channels=48),
