@@ -4,6 +4,8 @@
     python -m experiments.real.plates LPRNet_Pytorch --budget 70% --budget 50% --epochs 40
 
 The plates are split into five parts. Each part is the test set once, and the network is fine-tuned on the other four.
+
+No result is recorded yet: this network has no norms, and its fine-tuning diverges at the default learning rate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of docs/results.md, as lines of JSON."""
+"""What pruning cost a network of other people, as lines of JSON."""
 
 from __future__ import annotations
 
