@@ -6,6 +6,9 @@
 A job may train the network first (`pretrain`), search (`search`: chains, soft against hard, judged structures; or
 several `searches` by name) and train widths (`finals`). Every tenth image of the training set is held out, and all
 accuracies are of these. A job with `test`, whose settings were chosen before, trains with all and uses the test images.
+
+A search with `alphas_on` trains its alphas on that share of the other images, which its weights do not see; `finals`
+train on all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ from dmcp.compare.problem import Problem as PeerProblem
 from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
 from dmcp.markov import marginals, moment, sample_groups
-from dmcp.results import for_budget
 from dmcp.searching import steps as search_steps
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.subnets import make_chains as chains_of
@@ -264,15 +266,19 @@ def run(job: dict[str, Any], emit: Callable[..., None]) -> None:
     searches = job.get("searches", {}) | ({"dmcp": job["search"]} if "search" in job else {})
     for name, settings in searches.items():
         batch, moves = settings.pop("batch", None), settings.pop("moves", {})
+        for_weights, for_alphas = it.rest, None  # the alphas see the batches of the weights
+        if "alphas_on" in settings:
+            for_weights, held_out = datasets.split(it.rest, settings.pop("alphas_on"), 1)
+            for_alphas = it.loader(held_out, True, batch)
         config = dmcp.SearchConfig(**{"budget": budgets[0], "seed": job["seed"], "align": 1, **settings})
         net = dmcp.Supernet(sources.get("pretrained", it.model), it.graph, config.groups, config.align)
         start = time.perf_counter()
-        found = dmcp.search(net, it.loader(it.rest, True, batch), config)
+        found = dmcp.search(net, it.loader(for_weights, True, batch), config, arch_loader=for_alphas)
         seconds = time.perf_counter() - start
         emit(search=judge_search(it, net, found, config) | {"name": name, "seconds": seconds})
         widths[name], sources[name] = dmcp.expected(found), net.model
         for budget, more in moves.items():  # widths for another budget: scaled, and after a little more searching
-            scaled = for_budget(found, parse_budget(budget, it.graph))
+            scaled = found.for_budget(parse_budget(budget, it.graph))
             widths[f"{name} scaled to {budget}"] = dmcp.expected(scaled)
             on, start = copy.deepcopy(net), time.perf_counter()
             further = dataclasses.replace(config, budget=budget, init="given", warmup=0.0, **more)
@@ -355,7 +361,10 @@ def main() -> None:
         return
     context = multiprocessing.get_context("spawn")
     jobs = context.Queue()
-    for job in json.loads(given.jobs.read_text()):
+    content = json.loads(given.jobs.read_text())
+    if isinstance(content, dict):  # with the rule by which its results decide
+        content = content["jobs"]
+    for job in content:
         jobs.put(job)
     workers = [context.Process(target=worker, args=(jobs, str(given.out), number)) for number in range(given.processes)]
     for one in workers:

@@ -16,6 +16,7 @@ from dmcp.settings import resolve_training
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 sys.path.insert(0, str(FOLDER))
+import judge  # noqa: E402
 import run  # noqa: E402
 import tables  # noqa: E402
 
@@ -88,3 +89,26 @@ def test_a_tiny_experiment_runs_and_goes_on(tmp_path: Path, capsys: pytest.Captu
     assert (sorted((tmp_path / "out").iterdir()), (tmp_path / "tiny.json").read_bytes()) == (kept, written)
     run.run_experiment(tmp_path / "tiny.toml", tmp_path, tmp_path / "out", only_list=True)
     assert "7 of 7 runs are recorded" in capsys.readouterr().out
+
+
+def test_judged_searches_can_train_their_alphas_on_other_images() -> None:
+    search = {"epochs": 2, "align": 1, "lr": 0.1, "min_lr": 0.01, "alpha_lr": 20.0}
+    job = {
+        "name": "tiny",
+        "model": "digits:resnet",
+        "data": "digits",
+        "size": 60,
+        "batch": 16,
+        "seed": 0,
+        "budget": "50%",
+        "searches": {"same": search, "others": {**search, "alphas_on": 0.3}},
+        "train": {"epochs": 1},
+        "finals": [{"name": name, "widths": name} for name in ("same", "others", "uniform")],
+    }
+    lines: list[dict[str, object]] = []
+    judge.run(job, lambda **found: lines.append(found))
+    widths = [line["search"]["widths"] for line in lines if "search" in line]  # type: ignore[index]
+    assert len(widths) == 2 and widths[0] != widths[1]
+    trained = [line["trained"] for line in lines if "trained" in line]
+    assert [it["name"] for it in trained] == ["same", "others", "uniform"]  # type: ignore[index]
+    assert all(it["macs"] <= 0.5 and it["loss"] > 0 for it in trained)  # type: ignore[index, operator]
