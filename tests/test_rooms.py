@@ -1,0 +1,89 @@
+"""experiments/room.py: structures of equal cost, and a fit that finds a room which was planted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dmcp
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+import room
+
+ROOM = {"model": "cifar:resnet20", "model_args": [], "classes": 10, "side": 32, "budget": "30%"}
+
+
+@pytest.fixture(scope="module")
+def graph() -> dmcp.ChannelGraph:
+    return room.open_graph(ROOM)[1]
+
+
+@pytest.mark.parametrize("spec", ["30%", "params:50%", "traffic:60%"])
+def test_structures_use_up_any_budget_and_differ(graph: dmcp.ChannelGraph, spec: str) -> None:
+    budget = dmcp.parse_budget(spec, graph)
+    rows = room.structures(graph, budget, 12, align=None)
+    assert len(set(rows)) == 12
+    for row in rows:
+        cost = graph.cost(budget.limits[0].kind, graph.widths(row))
+        assert 0.95 <= cost / budget.limits[0].target <= 1
+
+
+def test_layers_inside_blocks_are_told_from_streams(graph: dmcp.ChannelGraph) -> None:
+    inner = [space.name for space in graph.spaces if room.is_inner(space.writers + space.readers)]
+    assert inner == [f"layer{stage}.{block}.conv1" for stage in (1, 2, 3) for block in range(3)]
+
+
+@pytest.mark.parametrize("distance", [0.0, 1.0])
+def test_a_planted_room_is_found_within_its_error(graph: dmcp.ChannelGraph, distance: float) -> None:
+    """Accuracies are a parabola around a structure that is so far from uniform widths, and noise."""
+    budget = dmcp.parse_budget(ROOM["budget"], graph)
+    even = tuple(dmcp.uniform(graph, budget).values())
+    rows: list[dict[str, Any]] = [{"kind": "uniform", "widths": even}] * 4
+    rows += [{"kind": "random", "widths": row} for row in room.structures(graph, budget, 30, align=None)]
+    rows = [row | {"budget": ROOM["budget"], "ms": None} for row in rows]
+
+    landscape = room.survey(graph, rows)
+    top = landscape.uniform[1:6] + distance * np.array([0.5, 0.0, -0.4, 0.3, 0.0])
+
+    def truth(terms: Any) -> Any:
+        return -2 * ((terms[:, 1:6] - top) ** 2).sum(axis=1)
+
+    room_in_truth = truth(landscape.candidates).max() - truth(landscape.uniform[None]).max()
+    random = np.random.default_rng(0)
+    errors: list[float] = []
+    for _ in range(8):
+        values = truth(landscape.terms) + random.normal(scale=0.2, size=len(rows))
+        found = room.find_room(landscape, values)
+        errors.append((found["corrected"] - room_in_truth) / found["error"])
+        assert abs(found["noise"] - 0.2) < 0.12
+    assert abs(np.mean(errors)) < 2.5
+    assert np.max(np.abs(errors)) < 5
+
+
+def test_a_room_goes_on_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is in the file is not trained again, and the table has a line for each measure."""
+    graph = room.open_graph(ROOM)[1]
+    common = dict.fromkeys(room.KEY, "") | ROOM
+    path = tmp_path / "rooms.jsonl"
+    first = room.plan(common, path, 14, 3, None, set())
+    assert len(first) == 17
+    done = {job.key for job in first[:10]}
+    assert [job.key for job in room.plan(common, path, 14, 3, None, done)] == [job.key for job in first[10:]]
+
+    random = torch.Generator().manual_seed(0)
+    lines = []
+    for job in first:
+        measured = torch.rand(3, generator=random).tolist()
+        row = common | {"kind": job.kind, "seed": job.seed, "widths": job.widths, "ms": None}
+        lines.append(row | dict(zip(room.MEASURES, measured, strict=True)))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    room.show(path)
+    shown = capsys.readouterr().out
+    assert all(measure in shown for measure in room.MEASURES)
+    assert graph.widths(first[0].widths) == dmcp.uniform(graph, ROOM["budget"])
