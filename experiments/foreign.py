@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Batch = tuple[Tensor, Any]
+Draw = Callable[[int, int, int], list[Batch]]  # (how many, of which size, seed) -> batches
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,11 +31,12 @@ class Foreign:
 
     model: nn.Module
     example: Tensor
-    batches: Callable[[int, int, int], list[Batch]]  # (how many, of which size, seed) of its training data
+    batches: Draw  # of its training data
     loss: Callable[[Any, Batch], Tensor]
     score: Callable[[nn.Module], float]  # on test data; more is better
     unit: str
     lr: float
+    split: tuple[Draw, Draw] | None = None  # the same in two parts, to train on and to choose settings by
     batch: int = 16  # samples of a training step
     recalibrates: bool = True  # whether BatchNorms of its cut networks want new statistics
 
@@ -78,7 +81,7 @@ def crop_at_random(image: Tensor, size: int, random: torch.Generator, step: int 
     return image[:, top : top + size, left : left + size]
 
 
-def drawn(make: Callable[[torch.Generator], tuple[Tensor, Any]]) -> Callable[[int, int, int], list[Batch]]:
+def drawn(make: Callable[[torch.Generator], tuple[Tensor, Any]]) -> Draw:
     """Batches of samples that `make` draws with a generator."""
 
     def batches(count: int, size: int, seed: int) -> list[Batch]:
@@ -92,7 +95,7 @@ def drawn(make: Callable[[torch.Generator], tuple[Tensor, Any]]) -> Callable[[in
     return batches
 
 
-def of_data(inputs: Tensor, targets: Tensor) -> Callable[[int, int, int], list[Batch]]:
+def of_data(inputs: Tensor, targets: Tensor) -> Draw:
     """Batches of samples of a data set in memory."""
 
     def make(random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -125,6 +128,7 @@ def resnet(sources: Path, name: str, file: str) -> Foreign:
         images, labels = (torch.from_numpy(arrays[key][:count]) for key in sorted(arrays.files))
         return (images.permute(0, 3, 1, 2).float() / 255 - mean) / std, labels.long()
 
+    train = read("train-0.npz", 10000)
     images, labels = read("test-0.npz", 1000)
 
     def accuracy(network: nn.Module) -> float:
@@ -136,7 +140,8 @@ def resnet(sources: Path, name: str, file: str) -> Foreign:
     return Foreign(
         model=model,
         example=images[:2],
-        batches=of_data(*read("train-0.npz", 10000)),
+        batches=of_data(*train),
+        split=(of_data(*train), of_data(*read("train-1.npz", 10000))),
         loss=loss,
         score=accuracy,
         unit="%",
@@ -172,8 +177,8 @@ def dncnn(sources: Path) -> Foreign:
     clean = torch.stack([image[:, 96:160, 96:160] for image in test])
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1)) * 25 / 255
 
-    def make(random: torch.Generator) -> tuple[Tensor, Tensor]:
-        image = train[int(torch.randint(len(train), (), generator=random))]
+    def make(random: torch.Generator, images: list[Tensor] = train) -> tuple[Tensor, Tensor]:
+        image = images[int(torch.randint(len(images), (), generator=random))]
         patch = crop_at_random(image, 40, random)
         added = torch.randn(patch.shape, generator=random) * 25 / 255
         return patch + added, added
@@ -183,7 +188,14 @@ def dncnn(sources: Path) -> Foreign:
         return sum(psnr(x, y) for x, y in zip(restored, clean, strict=True)) / len(clean)
 
     return Foreign(
-        model=model, example=clean[:2], batches=drawn(make), loss=squared_error, score=score, unit="dB", lr=3e-4
+        model=model,
+        example=clean[:2],
+        batches=drawn(make),
+        split=(drawn(partial(make, images=train[:-50])), drawn(partial(make, images=train[-50:]))),
+        loss=squared_error,
+        score=score,
+        unit="dB",
+        lr=3e-4,
     )
 
 
@@ -244,8 +256,8 @@ def super_resolution(sources: Path, name: str) -> Foreign:
         high, low = (torch.from_numpy(np.array(x)).permute(2, 0, 1).float() / 255 for x in (photo, small))
         train.append((high, low))
 
-    def make(random: torch.Generator) -> tuple[Tensor, Tensor]:
-        high, low = train[int(torch.randint(len(train), (), generator=random))]
+    def make(random: torch.Generator, images: list[tuple[Tensor, Tensor]] = train) -> tuple[Tensor, Tensor]:
+        high, low = images[int(torch.randint(len(images), (), generator=random))]
         size = 32
         top, left = torch.randint(768 // scale - size + 1, (2,), generator=random).tolist()
         part = low[:, top : top + size, left : left + size]
@@ -272,6 +284,7 @@ def super_resolution(sources: Path, name: str) -> Foreign:
         model=model,
         example=make(torch.Generator().manual_seed(0))[0][None].repeat(2, 1, 1, 1),
         batches=drawn(make),
+        split=(drawn(partial(make, images=train[:-3])), drawn(partial(make, images=train[-3:]))),
         loss=squared_error,
         score=score,
         unit="dB",
@@ -322,6 +335,7 @@ def lprnet(sources: Path) -> Foreign:
         model=model,
         example=x[:2],
         batches=of_data(x[::2], y[::2]),
+        split=(of_data(x[::2], y[::2]), of_data(x[3::4], y[3::4])),
         loss=loss,
         score=score,
         unit="%",
