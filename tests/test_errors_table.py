@@ -88,6 +88,7 @@ MISTAKES = {
         search DIGITS --budget 0.1%
         sample run --budget 0.1%
         compare DIGITS --budget 8ms
+        compare --model digits:resnet --data nowhere --budget 50% --budget latency:60% => dmcp prune
         latency --model digits:resnet --networks 3
         latency --model digits:resnet --networks 99999999999
         prune DIGITS --budget 20% --min-channels 14

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dmcp import settings
-from dmcp.budgets import budget_of_kind, choose_middle
-from dmcp.errors import DmcpError, FileError, TrainingError
+from dmcp.budgets import budget_of_kind, choose_middle, limits_latency
+from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError
 from dmcp.models import is_harmless
 from dmcp.runs.config import RunConfig, find_recipe
 from dmcp.runs.files import SETTINGS, is_run, read_json
@@ -175,6 +175,8 @@ def make_config(request: Request) -> RunConfig:
         typed["budget"] = [budget_of_kind(", ".join(typed["budget"]))]
     if request.resume:
         return _resumed(replace(request, typed=typed))
+    if request.command == "compare":
+        _check_compared(request.more["budget"] or ())
     if request.no_train:
         typed["retrain"] = Retrain.NONE
     config = with_options(_defaults(request.command, typed), typed)
@@ -188,6 +190,17 @@ def make_config(request: Request) -> RunConfig:
     if config.teacher_model and config.teacher in ("", AUTO, GIVEN, settings.UNPRUNED):
         raise DmcpError("--teacher-model needs a weights file: name it with --teacher.")
     return config
+
+
+def _check_compared(budgets: Iterable[str]) -> None:
+    """Refuse budgets of milliseconds: the runs of a comparison share the machine, and would disturb each other's."""
+    for budget in budgets:
+        if limits_latency(budget):
+            raise BudgetError(
+                f"dmcp compare cannot measure the latency that --budget {budget} limits, since its runs share the "
+                f"machine. Type dmcp prune --budget {budget} --baselines for uniform widths at the same measured "
+                "latency, and add --method l2 (or another method) for that one."
+            )
 
 
 def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
