@@ -8,14 +8,14 @@
     $run times                      # alone: median of five, as CUDA graphs and compiled
     $run show
 
-What is done is a line of the file, and is not done again: the commands can be repeated, in several sittings. The table is
-kept beside the file; weights of the teacher are in --weights, and are trained again where they are missing.
+What is done is a line of the file, and is not done again: the commands can be repeated, in several sittings. The table
+is kept beside the file; weights of the teacher are in --weights, and are trained again where they are missing.
 
 Rows: `latency`, `traffic` and `macs` are searches for such a budget (that of uniform widths at the time that is
 allowed); `uniform` are uniform widths. Each of them is scaled to the time as measured, in steps that the device likes,
-and trained from scratch. `l2` are the uniform widths again, with the strongest filters of the teacher, whose weights are
-kept. `unpruned` is trained once more, taught by itself. All are trained with one recipe and have one teacher, and are
-tested once, on the test images.
+and trained from scratch. `l2` are the uniform widths again, with the strongest filters of the teacher, whose weights
+are kept. `unpruned` is trained once more, taught by itself. All are trained with one recipe and have one teacher, and
+are tested once, on the test images.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any

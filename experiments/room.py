@@ -3,6 +3,7 @@
     python experiments/room.py cifar:resnet20 cifar10 --budget 50% --budget 15% --out rooms.jsonl
     python experiments/room.py resnet18 SHARDS --budget latency:62% --side 64 --out rooms.jsonl --jobs 4
     python experiments/room.py --fit rooms.jsonl
+    python experiments/room.py resnet18 SHARDS ... --best 3    # then train the best structure of the fit, three times
 
 All networks are trained from scratch with one recipe; a tenth of the training images is held out and judges them. Every
 network is a line of the file as soon as it is done, and a repeated command trains only those that are missing. A budget
@@ -12,7 +13,9 @@ there meanwhile. The table is kept beside the file.
 The fit is quadratic in five factors of the logarithms of widths: the balance of layers inside blocks and those between
 blocks (streams), and slope and bend over the depth of each kind. The best structure that it finds is among thousands of
 the same budget and no further from the trained ones than they are from each other. Its gain over uniform widths is
-corrected for the luck of the best one, by a bootstrap of the residuals, which also gives the standard error.
+corrected for the luck of the best one, by a bootstrap of the residuals, which also gives the standard error. With
+--best that structure is trained, too: this tests the fit. Where milliseconds were measured, all are compared at the
+same time.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import queue
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -46,7 +49,7 @@ from dmcp.searching.budget import parse_budget, spent_shares
 from dmcp.searching.rounding import FILLED, allowed_widths, round_to_budget
 from dmcp.settings import Engine, LatencyConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.units import table
+from dmcp.units import FS_PER_MS, table
 
 Array = NDArray[np.float64]
 Room = tuple[str, ...]  # what its networks have in common
@@ -59,6 +62,7 @@ CANDIDATES = 3000
 DRAWS = 400  # of the bootstrap
 TABLE_NETWORKS = 30  # that a latency table is measured with
 MEASURES = {"accuracy": 100.0, "loss": -1.0, "train_loss": -1.0}  # more is better; factor of what is shown
+KINDS = ("best", "uniform")
 KEY = ("model", "model_args", "data", "side", "budget", "epochs", "batch", "lr")
 
 
@@ -128,10 +132,10 @@ class Job:
     """One network to be trained; plain data, since another process does it."""
 
     room: dict[str, Any]
-    kind: str  # uniform or random
+    kind: str  # uniform, random or best
     seed: int
     widths: tuple[int, ...]
-    share: float  # of the budget
+    share: float = 0.0  # of the budget
     ms: float | None = None  # as measured
     unpruned_ms: float | None = None
 
@@ -181,32 +185,46 @@ def table_path(path: Path, room: dict[str, Any]) -> Path:
     return path.with_name(f"{path.stem}-{name}-latency.json")
 
 
-def plan(room: dict[str, Any], path: Path, count: int, seeds: int, align: int | None, done: set[Any]) -> list[Job]:
-    """The networks of a room that are still to be trained; those of a latency budget are measured side by side."""
-    graph = with_table(path, room)
+def random_jobs(room: dict[str, Any], graph: ChannelGraph, count: int, seeds: int, align: int | None) -> list[Job]:
+    """Random structures of a room, and uniform widths with several seeds."""
     budget = parse_budget(room["budget"], graph)
     even = tuple(dmcp.uniform(graph, budget, align=align).values())
-    jobs = [("uniform", seed, even) for seed in range(seeds)]
-    jobs += [("random", number, row) for number, row in enumerate(structures(graph, budget, count, align))]
-    shares = spent_shares(budget, graph, torch.tensor([row for *_, row in jobs])).amax(dim=1).tolist()
-    plain = [Job(room, kind, seed, row, share) for (kind, seed, row), share in zip(jobs, shares, strict=True)]
-    left = [job for job in plain if job.key not in done]
-    if LATENCY not in budget.kinds or not left:
-        return left
+    jobs = [Job(room, "uniform", seed, even) for seed in range(seeds)]
+    rows = structures(graph, budget, count, align)
+    return jobs + [Job(room, "random", number, row) for number, row in enumerate(rows)]
 
-    # Milliseconds of all networks that are left, beside the unpruned one.
+
+def best_jobs(room: dict[str, Any], graph: ChannelGraph, recorded: Sequence[Row], seeds: int) -> list[Job]:
+    """The structure that the fit to the recorded networks of a room finds best, with several seeds."""
+    rows = [row for row in recorded if room_of(row) == room_of(room) and row["kind"] in ("uniform", "random")]
+    landscape = survey(graph, rows)
+    number, _ = landscape.best(landscape.fit(np.array([row["accuracy"] for row in rows])))
+    widths = tuple(landscape.widths[number].tolist())
+    return [Job(room, "best", seed, widths) for seed in range(seeds)]
+
+
+def measured(room: dict[str, Any], graph: ChannelGraph, jobs: list[Job]) -> list[Job]:
+    """The same jobs with their shares of the budget; those of a latency budget are also measured side by side."""
+    if not jobs:
+        return []
+    budget = parse_budget(room["budget"], graph)
+    shares = spent_shares(budget, graph, torch.tensor([job.widths for job in jobs])).amax(dim=1).tolist()
+    jobs = [replace(job, share=share) for job, share in zip(jobs, shares, strict=True)]
+    if LATENCY not in budget.kinds:
+        return jobs
+
     model, _, example = open_graph(room)
     attached = dmcp.Latency.of(graph)
     assert attached is not None
     timer = timer_like(attached, example)
     if timer is None:
-        raise SystemExit(f"{table_path(path, room)} was measured on another device: delete it.")
-    rows = list(dict.fromkeys(job.widths for job in left))
+        raise SystemExit("The latency table beside the file was measured on another device: delete it.")
+    rows = list(dict.fromkeys(job.widths for job in jobs))
     networks = (dmcp.cut(model, graph, graph.widths(row)) for row in [tuple(graph.full.values()), *rows])
     unpruned_ms, *times = timer.times(networks)
-    measured = dict(zip(rows, times, strict=True))
+    ms = dict(zip(rows, times, strict=True))
     print(f"{room['model']} {room['budget']}: unpruned {unpruned_ms:.3f} ms", flush=True)
-    return [Job(room, job.kind, job.seed, job.widths, job.share, measured[job.widths], unpruned_ms) for job in left]
+    return [replace(job, ms=ms[job.widths], unpruned_ms=unpruned_ms) for job in jobs]
 
 
 class Worker:
@@ -273,11 +291,17 @@ def measure(settings: argparse.Namespace) -> None:
     side = settings.side or images.shape[-1]
     common = {name: getattr(settings, name) for name in ("model", "model_args", "epochs", "batch", "lr")}
     common |= {"data": Path(settings.data).name, "side": side, "classes": classes}
-    done = {(room_of(row), row["kind"], row["seed"], tuple(row["widths"])) for row in read(settings.out)}
+    recorded = read(settings.out)
+    done = {(room_of(row), row["kind"], row["seed"], tuple(row["widths"])) for row in recorded}
     left: list[Job] = []
     for budget in settings.budget:
         room = common | {"budget": budget}
-        left += plan(room, settings.out, settings.structures, settings.uniform, settings.align, done)
+        graph = with_table(settings.out, room)
+        if settings.best:
+            jobs = best_jobs(room, graph, recorded, settings.best)
+        else:
+            jobs = random_jobs(room, graph, settings.structures, settings.uniform, settings.align)
+        left += measured(room, graph, [job for job in jobs if job.key not in done])
     del images
     print(f"{len(left)} networks to train, {len(done)} are recorded.", flush=True)
 
@@ -357,12 +381,28 @@ def survey(graph: ChannelGraph, rows: Sequence[Row]) -> Landscape:
     uniform = np.mean([term for term, row in zip(terms, rows, strict=True) if row["kind"] == "uniform"], axis=0)
     candidates = candidates[near]
     if rows[0]["ms"] is not None:
-        target = budget.limits[0].target / 1e12  # milliseconds
-        times = np.log([row["ms"] / target for row in rows])[:, None]
-        terms = np.hstack([terms, times])
+        terms = np.hstack([terms, over_time(budget, rows)[:, None]])
         candidates = np.hstack([candidates, np.zeros((len(candidates), 1))])  # at the same time
         uniform = np.append(uniform, 0.0)
     return Landscape(terms, candidates, uniform, widths[torch.from_numpy(near)])
+
+
+def over_time(budget: Budget, rows: Sequence[Row]) -> Array:
+    """Logarithms of measured times over the time that the budget allows. -> (N,)"""
+    target_ms = budget.limits[0].target / FS_PER_MS
+    return np.log([row["ms"] / target_ms for row in rows])
+
+
+def tested_gain(graph: ChannelGraph, rows: Sequence[Row], values: Array, price: float) -> str:
+    """How much better than uniform widths the best fitted structure is, trained; at the same time if it is measured."""
+    if rows[0]["ms"] is not None:
+        values = values - price * over_time(parse_budget(rows[0]["budget"], graph), rows)
+    best, even = ([value for value, row in zip(values, rows, strict=True) if row["kind"] == kind] for kind in KINDS)
+    if len(best) < 2:
+        return ""
+    error = math.hypot(*(stdev(kind) / math.sqrt(len(kind)) for kind in (best, even)))
+    digits = 2 if abs(values[0]) > 10 else 3
+    return f"{fmean(best) - fmean(even):+.{digits}f} ± {error:.{digits}f} ({len(best)})"
 
 
 def find_room(landscape: Landscape, values: Array) -> dict[str, float]:
@@ -401,10 +441,13 @@ def show(path: Path) -> None:
     rooms: dict[Room, list[Row]] = {}
     for row in read(path):
         rooms.setdefault(room_of(row), []).append(row)
-    head = ["network", "budget", "measure", "uniform", "random", "best", "room, fitted", "room, corrected"]
-    lines = [[*head, "error", "noise", "explained"]]
+    head = ["network", "budget", "measure", "uniform", "random", "best random", "room, fitted", "room, corrected"]
+    lines = [[*head, "error", "noise", "explained", "best fitted, trained"]]
     notes: list[str] = []
-    for rows in rooms.values():
+    for every in rooms.values():
+        rows = [row for row in every if row["kind"] != "best"]
+        if not rows:
+            continue
         first = rows[0]
         even = [row for row in rows if row["kind"] == "uniform"]
         others = [row for row in rows if row["kind"] == "random"]
@@ -426,7 +469,9 @@ def show(path: Path) -> None:
                 f"{fmean(kind):.{digits}f} ± {stdev(kind):.{digits}f} ({len(kind)})" for kind in (uniform, random)
             ]
             name = f"{first['model']}, {first['side']} px"
-            lines.append([name, first["budget"], measure, *spreads, f"{best:.{digits}f}", *cells])
+            price = landscape.fit(values)[-1]
+            tested = tested_gain(graph, every, np.array([row[measure] for row in every]) * factor, price)
+            lines.append([name, first["budget"], measure, *spreads, f"{best:.{digits}f}", *cells, tested])
             if measure != "loss":
                 widths = landscape.widths[int(found["number"])].tolist()
                 notes.append(f"{first['model']} {first['budget']}, best by {measure}: {widths}")
@@ -447,6 +492,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=0, help="pixels that images are enlarged to")
     parser.add_argument("--structures", type=int, default=30)
     parser.add_argument("--uniform", type=int, default=4, help="seeds of uniform widths")
+    parser.add_argument("--best", type=int, default=0, help="seeds of the best structure of the fit")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1.6, help="at a batch of 2048, scaled linearly")
