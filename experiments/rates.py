@@ -72,7 +72,7 @@ def measure(foreign: Foreign, network: nn.Module, batches: list[Batch]) -> dict[
 def cut_in_half(foreign: Foreign, train: list[Batch]) -> nn.Module:
     """The network with uniform widths at half its MACs, and the channels that matter most."""
     graph = dmcp.trace(foreign.model, train[0][0][:2])
-    scores = dmcp.importance(foreign.model, graph, train[:64])
+    scores = dmcp.importance(foreign.model, graph, [(x[:2], y[:2]) for x, y in train[:32]])
     small = dmcp.cut(foreign.model, graph, dmcp.uniform(graph, "50%"), by=scores)
     if foreign.recalibrates:
         dmcp.recalibrate(small, train)

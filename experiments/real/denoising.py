@@ -3,13 +3,12 @@
     git clone https://github.com/SaoYan/DnCNN-PyTorch       # network, weights and images (GPL-3)
     python -m experiments.real.denoising DnCNN-PyTorch --budget 70% --budget 50% --epochs 20
 
-One line of JSON is written for each row of the table: before, right after the cut, after fine-tuning.
+A line of JSON is printed and recorded for each row of docs/results.md: before, right after the cut, after fine-tuning.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dmcp
-from experiments.real.rows import write_rows
+from experiments.real.rows import RESULTS, is_recorded, write_rows
 
 NOISE = 25 / 255
 PATCH = 50
@@ -88,6 +87,17 @@ def psnr(output: Tensor, batch: Batch) -> tuple[float, int]:
     return float(-10 * (denoised - (noisy - noise)).square().mean().log10()), 1
 
 
+def load_network(folder: Path) -> torch.nn.Module:
+    """The network with its weights."""
+    sys.path.insert(0, str(folder))
+    from models import DnCNN  # type: ignore[import-not-found]
+
+    model = torch.nn.DataParallel(DnCNN(channels=1))  # as the weights were saved
+    weights = torch.load(folder / "logs/DnCNN-S-25/net.pth", map_location="cpu", weights_only=True)
+    model.load_state_dict(weights)
+    return model.module
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="a clone of DnCNN-PyTorch")
@@ -95,39 +105,42 @@ def main() -> None:
     parser.add_argument("--method", default="dmcp")
     parser.add_argument("--epochs", type=int, default=20, help="of --steps batches with 128 patches")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--images", type=int, default=400, help="for a rehearsal: so many of each set")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--teacher", action="store_true", help="learn from the unpruned network, too")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
 
-    sys.path.insert(0, str(options.folder))
-    from models import DnCNN  # type: ignore[import-not-found]
-
+    facts = {"network": "DnCNN-S-25", "test": "Set12", "method": options.method, "seed": options.seed}
+    facts |= {"epochs": options.epochs, "taught": options.teacher}
+    budgets = [budget for budget in options.budget if not is_recorded(options.results, budget=budget, **facts)]
+    if not budgets:
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = torch.nn.DataParallel(DnCNN(channels=1))  # as the weights were saved
-    model.load_state_dict(torch.load(options.folder / "logs/DnCNN-S-25/net.pth", map_location="cpu", weights_only=True))
-    model = model.module.to(device)
-    images = read_images(options.folder / "data/train", device)
-    loader = Patches(images, batch=128, steps=options.steps, seed=options.seed)
-    set12 = add_noise(read_images(options.folder / "data/Set12", device))
-    bsd68 = add_noise(read_images(options.folder / "data/Set68", device))
+    model = load_network(options.folder).to(device)
+    data = options.folder / "data"
+    images = read_images(data / "train", device)[: options.images]
+    loader = Patches(images, options.batch, options.steps, options.seed)
+    set12 = add_noise(read_images(data / "Set12", device)[: options.images])
+    bsd68 = add_noise(read_images(data / "Set68", device)[: options.images])
 
     result = dmcp.prune(
         model,
         loader,
         set12,
-        options.budget,
+        budgets,
         method=options.method,
         search=dmcp.SearchConfig(budget="50%", seed=options.seed),
         train=dmcp.TrainConfig(epochs=options.epochs, seed=options.seed),
         teacher=model if options.teacher else None,
-        baselines=["original", "uniform"],
+        baselines=["original", "uniform"] if options.method == "dmcp" else ["original"],
         task=dmcp.Task(loss=squared_error, metric=psnr),
     )
-    facts = {"method": options.method, "seed": options.seed, "epochs": options.epochs, "taught": options.teacher}
-    write_rows(result, test="Set12", **facts)
-    networks = {"original": model} | {budget: each.model for budget, each in result.by_budget.items()}
-    for name, network in networks.items():
-        print(json.dumps(facts | {"test": "BSD68", "name": name, "score": dmcp.evaluate(network, bsd68, psnr)}))
+    networks = {"original": model, budgets[0]: result.model}
+    networks |= {budget: each.model for budget, each in result.by_budget.items()}
+    scores = {name: {"bsd68": dmcp.evaluate(network, bsd68, psnr)} for name, network in networks.items()}
+    write_rows(options.results, result, scores, budget=budgets[0], **facts)
 
 
 if __name__ == "__main__":
