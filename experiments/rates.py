@@ -16,12 +16,11 @@ import json
 import sys
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dmcp
 
@@ -127,8 +126,11 @@ def run(name: str, foreign: Foreign, lengths: list[int], batch: int, device: str
             except dmcp.TrainingError as error:
                 found = {"error": str(error).split(":")[0]}
             seconds = round(time.time() - begin, 1)
-            record({"key": key, "network": name, "steps": steps, "batch": size, "optimizer": optimizer, "rate": rate}
-                   | first | {"tuned": found, "seconds": seconds, "device": device})
+            record(
+                {"key": key, "network": name, "steps": steps, "batch": size, "optimizer": optimizer, "rate": rate}
+                | first
+                | {"tuned": found, "seconds": seconds, "device": device}
+            )
 
 
 def main() -> None:

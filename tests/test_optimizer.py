@@ -13,10 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from dmcp.errors import TrainingError
-from dmcp.settings import TrainConfig, resolve_training
+from dmcp.pruning import prune
+from dmcp.settings import Optimizer, Retrain, SearchConfig, TrainConfig, resolve, resolve_training
 from dmcp.training.loop import Task, train
 from dmcp.training.optimizer import (
     cosine,
+    has_batch_norms,
     learning_rate,
     make_optimizer,
     parameter_groups,
@@ -123,3 +125,80 @@ def test_the_rates_of_groups_are_relative_to_the_schedule(
     assert rate_shares(optimizer) == pytest.approx(shares)
     set_lr(optimizer, 2.0, rate_shares(optimizer))
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([2.0 * share for share in shares])
+
+
+# which optimizer
+
+
+def stack(depth: int, *, norms: bool) -> nn.Sequential:
+    """A small classifier: convolutions, and perhaps a BatchNorm after each."""
+    layers: list[nn.Module] = []
+    channels = 1
+    for _ in range(depth):
+        layers.append(nn.Conv2d(channels, 16, 3, padding=1))
+        if norms:
+            layers.append(nn.BatchNorm2d(16))
+        layers.append(nn.ReLU())
+        channels = 16
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+
+
+def patterns(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Noisy images of four patterns, with their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    clean = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(4, (count,), generator=generator)
+    images = clean[labels] + 0.8 * torch.randn(count, 1, 8, 8, generator=generator)
+    return list(zip(images.split(32), labels.split(32), strict=True))
+
+
+def test_batch_norms_are_found_where_they_follow_most_convolutions() -> None:
+    assert has_batch_norms(stack(3, norms=True)) and not has_batch_norms(stack(3, norms=False))
+    one_of_four = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), *(nn.Conv2d(4, 4, 3) for _ in range(3)))
+    assert not has_batch_norms(one_of_four)
+    assert not has_batch_norms(nn.Sequential(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4)))
+    assert not has_batch_norms(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_adamw_is_chosen_where_no_rate_of_sgd_is_known() -> None:
+    def chosen(suits_sgd: bool, **settings: object) -> tuple[Optimizer, float]:
+        train = TrainConfig(**settings)  # type: ignore[arg-type]
+        search = SearchConfig(budget="50%")
+        found = resolve(search, train, Retrain.FINETUNE, trained=True, images=9600, batch=32, suits_sgd=suits_sgd)
+        assert ("optimizer" in found.reasons) == ("optimizer" not in settings)
+        return found.train.optimizer, found.train.lr
+
+    assert chosen(True) == (Optimizer.SGD, 1.6)
+    assert chosen(False) == (Optimizer.ADAMW, 1e-3)
+    assert chosen(False, epochs=1) == (Optimizer.ADAMW, 1e-3)  # a short training
+    assert chosen(False, lr=0.1) == (Optimizer.SGD, 0.1)  # as it was before there was a choice
+    assert chosen(False, optimizer="sgd") == (Optimizer.SGD, 1.6)
+    assert chosen(True, optimizer="adamw") == (Optimizer.ADAMW, 1e-3)
+    assert chosen(True, optimizer="adamw", lr=0.01) == (Optimizer.ADAMW, 0.01)
+
+
+def test_adamw_is_torchs_and_its_rate_is_not_scaled_with_the_batch() -> None:
+    config = resolve_training(TrainConfig(epochs=1, optimizer=Optimizer.ADAMW, warmup_epochs=0, weight_decay=0.0))
+    assert [learning_rate(0, 10, size, config) for size in (1, 512)] == [config.lr, config.lr]
+    ours = stack(2, norms=True)
+    theirs = copy.deepcopy(ours)
+    (batch,) = patterns(32, 0)
+    train(ours, [batch], config, task=Task(loss=lambda output, batch: F.cross_entropy(output, batch[1])))
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=config.lr, weight_decay=0.0)
+    F.cross_entropy(theirs.train()(batch[0]), batch[1]).backward()
+    optimizer.step()
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_a_network_without_norms_learns_again_after_the_cut() -> None:
+    """With SGD at the rate that suits BatchNorms it ends no better than a guess."""
+    torch.manual_seed(0)
+    model = stack(6, norms=False)
+    batches, tests = patterns(640, 0), patterns(160, 1)
+    train(model, batches, TrainConfig(epochs=8, optimizer=Optimizer.ADAMW, lr=3e-3))
+    result = prune(model, batches, tests, "50%", method="l2", train=TrainConfig(epochs=15))
+    score = {row.name: row.accuracy for row in result.rows}
+    assert score["original"] > 0.9 and score["l2"] > score["original"] - 0.1

@@ -71,6 +71,7 @@ from dmcp.tracing.verification import verify
 from dmcp.tracing.widths import Widths, fingerprint
 from dmcp.training.loop import Runtime, Task
 from dmcp.training.losses import MetricWarning, warn
+from dmcp.training.optimizer import has_batch_norms
 from dmcp.training.preflight import classes_of, first_two, preflight
 from dmcp.training.trained import is_trained
 from dmcp.within import RACES, Race, choose_within, race_config, race_name, with_reachable_start
@@ -170,7 +171,8 @@ def prune(
         raise TrainingError("within compares networks with the model, which is not trained: train it first.")
     request = choose_teacher(request, model, sample, task, trained=trained, asked=asked_to_distill)
     warn_of_teacher(request, model, sample, val_loader, task)
-    settings, retraining, loaders = resolve_settings(request, example, task, trained=trained)
+    normed = has_batch_norms(model)
+    settings, retraining, loaders = resolve_settings(request, example, task, trained=trained, normed=normed)
 
     # Budgets in numbers, once a latency table is there for those in milliseconds.
     graph, timer = with_latency(model, graph, sample, request.specs, settings, latency, runtime)

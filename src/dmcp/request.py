@@ -303,14 +303,16 @@ def warn_of_teacher(request: PruneRequest, model: nn.Module, sample: Any, val_lo
 
 
 def resolve_settings(
-    request: PruneRequest, example: Any, task: Task, *, trained: bool
+    request: PruneRequest, example: Any, task: Task, *, trained: bool, normed: bool = True
 ) -> tuple[ResolvedSearchConfig, Retraining, Loaders]:
     """Settings of the search and of all trainings, and their batches.
 
     What is unset follows the amount of data, and whether the model is trained. A trained model is searched with a part
     of the batches, if the epochs of the search are unset.
+    normed: whether the model has BatchNorms.
     """
     batch = size_of((example,)) * current().size
+    has_classes = is_of_classes(task.distillation)
     settings = resolve(
         request.search,
         request.train,
@@ -318,7 +320,8 @@ def resolve_settings(
         trained=trained,
         images=length_of(request.loaders.search) * batch,
         batch=batch,
-        distills=is_of_classes(task.distillation),
+        distills=has_classes,
+        suits_sgd=(normed and has_classes) or task.optimizer is not None,
     )
     loaders = request.loaders
     if request.searches and settings.search_images:

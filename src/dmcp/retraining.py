@@ -18,7 +18,7 @@ from dmcp.runtime.batches import Loader, device_of, generator, length_of
 from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current, gather, share_tensors
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Distill, Engine, ResolvedTrainConfig, Retrain
+from dmcp.settings import Distill, Engine, Optimizer, ResolvedTrainConfig, Retrain
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import kept_modes, modules_of, narrow, unwrap
 from dmcp.tracing.widths import Widths, fingerprint
@@ -184,6 +184,7 @@ def _train_slimmable(
         task.loss is None
         and task.distill is None
         and task.optimizer is None
+        and config.optimizer is Optimizer.SGD
         and engine.graphs is None
         and current().size == 1
     ):

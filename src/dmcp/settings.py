@@ -60,6 +60,13 @@ class Retrain(StrEnum):
     NONE = "none"  # the weights of the search, calibrated and not trained
 
 
+class Optimizer(StrEnum):
+    """What moves the weights in the final training."""
+
+    SGD = "sgd"  # with momentum: its rates suit BatchNorms and class scores
+    ADAMW = "adamw"  # its steps do not depend on the scale of weights and losses
+
+
 class Distill(StrEnum):
     """How far an output is from that of a teacher."""
 
@@ -392,16 +399,22 @@ class TrainConfig:
     """
 
     epochs: int | None = setting(None, "Number of training epochs.", 1, shown=AUTOMATIC)
+    optimizer: Optimizer | None = setting(
+        None,
+        "Optimizer of the final training: sgd or adamw. Default: sgd if lr is set, or for class scores of a network "
+        "with BatchNorms; else adamw.",
+        shown=AUTOMATIC,
+    )
     lr: float | None = setting(
         None,
-        "Peak learning rate for a batch of 2048, scaled linearly for other sizes.",
+        "Peak learning rate. That of sgd is for a batch of 2048 and scaled linearly for other sizes.",
         above=0,
         commands=_COMPARED,
         shown=AUTOMATIC,
     )
     reference_batch: int | None = setting(
         2048,
-        "Batch size for all learning rates, which are scaled linearly for other sizes. None: never scaled.",
+        "Batch size for all learning rates of sgd, which are scaled linearly for other sizes. None: never scaled.",
         1,
         option=None,
     )
@@ -429,6 +442,7 @@ class ResolvedTrainConfig(TrainConfig):
     """How a network is trained, with nothing left to choose."""
 
     epochs: int
+    optimizer: Optimizer
     lr: float
     warmup_lr: float
     weight_decay: float
@@ -531,7 +545,8 @@ _TRAINED_SEARCH: dict[str, Any] = {  # what differs for a trained network: exper
     "lr": 0.04,
     "sharpen": 2.0,
 }
-_TRAIN: dict[str, Any] = {"epochs": 100, "lr": 0.8, "weight_decay": 1e-4}
+_TRAIN: dict[str, Any] = {"epochs": 100, "optimizer": Optimizer.SGD, "lr": 0.8, "weight_decay": 1e-4}
+_ADAMW_RATE = 1e-3  # for batches of any size: REPORT.md, "rates of optimizers"
 _FINETUNE_EPOCHS = 20  # of a trained network
 _KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # these keep the weights of the search
 _SEARCH_IMAGES = 50_000  # that are enough for the search of a trained network
@@ -558,6 +573,8 @@ def resolve_search(config: SearchConfig, values: Mapping[str, Any] = _SEARCH) ->
 def resolve_training(config: TrainConfig, values: Mapping[str, Any] = _TRAIN) -> ResolvedTrainConfig:
     """The settings with these values where they are unset; by default the paper's."""
     filled = _filled(config, values)
+    if filled["optimizer"] is Optimizer.ADAMW and config.lr is None:
+        filled["lr"] = _ADAMW_RATE
     if config.warmup_lr is None:
         filled["warmup_lr"] = filled["lr"] / 4
     return ResolvedTrainConfig(**filled)
@@ -598,12 +615,14 @@ def resolve(
     batch: int,
     train_batch: int | None = None,
     distills: bool = True,
+    suits_sgd: bool = True,
 ) -> ResolvedSettings:
     """Choose every setting that is unset, for so many training images in batches of this size.
 
     trained: whether the network is, on such data.
     train_batch: size of the batches of the final training, if it has others.
     distills: the outputs are class scores, so that sub-networks learn from those of the largest one.
+    suits_sgd: the network has BatchNorms and its outputs are class scores, as those of the paper.
     """
     keeps_trained_weights = trained and retrain in _KEEPING
     search_values = _SEARCH | {"distill": distills}
@@ -625,6 +644,14 @@ def resolve(
         if steps < _MIN_STEPS:  # REPORT.md, "short"
             why_rates = f"the paper's: fewer than {_MIN_STEPS} steps from trained weights must be small"
             train_values["lr"] = _TRAIN["lr"]
+
+    # Without norms, or with another loss, the right rate of SGD can be anything; that of AdamW is not.
+    why_optimizer = "class scores of a network with BatchNorms"
+    if train.lr is not None:
+        why_optimizer = "learning rates that are set are those of sgd"
+    elif not suits_sgd:
+        train_values["optimizer"] = Optimizer.ADAMW
+        why_optimizer = "no rate of sgd suits all networks without BatchNorms and all losses"
 
     # So do the epochs; the search of a trained network may need less than one.
     search_images = 0
@@ -658,7 +685,11 @@ def resolve(
         reasons["warmup"] = f"{resolved_search.warmup}: {why_warmup}"
     if train.epochs is None:
         reasons["epochs"] = f"{resolved_train.epochs}: {why_train_epochs}"
-    if train.lr is None:
+    if train.optimizer is None:
+        reasons["optimizer"] = f"{resolved_train.optimizer}: {why_optimizer}"
+    if train.lr is None and resolved_train.optimizer is Optimizer.ADAMW:
+        reasons["lr"] = f"{resolved_train.lr:g}: the usual rate of adamw"
+    elif train.lr is None:
         reasons["lr"] = f"{resolved_train.lr:g} at a batch of {resolved_train.reference_batch}: {why_rates}"
     if train.weight_decay is None:
         reasons["weight_decay"] = f"{resolved_train.weight_decay}: default for {images:,} images"

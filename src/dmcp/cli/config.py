@@ -234,12 +234,13 @@ def _of_recipe(command: str, typed: Mapping[str, Any]) -> RunConfig:
 
 
 def settle(
-    config: RunConfig, typed: Mapping[str, Any], images: int, macs: int, trained: bool
+    config: RunConfig, typed: Mapping[str, Any], images: int, macs: int, trained: bool, normed: bool = True
 ) -> tuple[RunConfig, dict[str, str]]:
     """Choose the settings that nobody typed for the network and its data; and say why, by option.
 
     Those that a recipe leaves out are not chosen: a recipe is the same for all networks and data. But a trained network
     needs no warm-up, and its channels are sorted by their importance.
+    normed: whether the network has BatchNorms.
     """
     if config.recipe:
         search = config.search
@@ -261,6 +262,7 @@ def settle(
         images=images,
         batch=batch,
         train_batch=typed.get("train_batch"),
+        suits_sgd=normed,
     )
     searches = config.search is not None and config.method == "dmcp"
     reasons = {}

@@ -52,6 +52,7 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import kept_modes
 from dmcp.tracing.trace import trace
 from dmcp.training.losses import check_range, scores_of
+from dmcp.training.optimizer import has_batch_norms
 from dmcp.training.preflight import check_classifier, check_forward, classes_of
 from dmcp.training.trained import is_trained
 from dmcp.units import counted, show_shape
@@ -192,7 +193,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     if typed is not None:
         if config.weights and not new_head:
             trained = _is_trained(config, model.to(device), data, graph, notes)
-        config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained)
+        config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained, has_batch_norms(model))
         reasons |= more_reasons
     loaders, test = _loaders(config, train_set, held_out, judged, data, device)
     if image_size:

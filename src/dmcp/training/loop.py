@@ -31,7 +31,7 @@ from dmcp.runtime.checkpoint import DONE, Checkpointer, ResumableIterator, State
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine, resolve, suits_kernels
 from dmcp.runtime.progress import Update, each, overdue, phase, show_nothing, shown
-from dmcp.settings import Distill, Engine, TrainConfig, resolve_training
+from dmcp.settings import Distill, Engine, Optimizer, TrainConfig, resolve_training
 from dmcp.tracing.modules import call_model, kept_modes, without_autocast
 from dmcp.training import losses
 from dmcp.training.calibration import Forward
@@ -132,7 +132,7 @@ class Runtime:
         """The engine for so many steps of a model."""
         engine = self.engine or Engine()
         if task.optimizer is not None and engine.graphs:  # a graph would replay the first learning rate for ever
-            raise TrainingError("Steps with your own optimizer cannot be CUDA graphs: do not turn graphs on.")
+            raise TrainingError("Only steps with sgd can be CUDA graphs: do not turn graphs on.")
         has_functions = task.loss is not None or task.distill is not None or task.optimizer is not None
         return resolve(
             engine,
@@ -179,6 +179,8 @@ def train(
     are the paper's.
     """
     config = resolve_training(config)
+    if task.optimizer is None and config.optimizer is Optimizer.ADAMW:
+        task = replace(task, optimizer=torch.optim.AdamW)
     check_trainable(model)
     _check_teacher_is_separate(model, teacher)
     if not length_of(loader):

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from dmcp.errors import TrainingError
-from dmcp.settings import ResolvedTrainConfig
+from dmcp.settings import Optimizer, ResolvedTrainConfig
 from dmcp.tracing.modules import modules_of
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # parameter groups -> optimizer
@@ -61,6 +62,14 @@ def sgd(groups: Any, lr: float, momentum: float, nesterov: bool, device: torch.d
     return optimizer
 
 
+def has_batch_norms(model: nn.Module) -> bool:
+    """Whether at least half of the convolutions have a BatchNorm, so that the scale of most weights does not matter."""
+    layers = list(modules_of(model))
+    norms = sum(isinstance(layer, _BatchNorm) for layer in layers)
+    convolutions = sum(isinstance(layer, _ConvNd) for layer in layers)
+    return norms > 0 and 2 * norms >= convolutions
+
+
 def make_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Call the user's function; TrainingError unless it returns an optimizer of exactly the groups' parameters."""
     optimizer: Any = None
@@ -93,7 +102,7 @@ def cosine(step: int, total: int, start: float, end: float, warmup: float = 0, w
 def learning_rate(step: int, steps: int, batch_size: int, config: ResolvedTrainConfig) -> float:
     """Learning rate of a training step: warm-up and cosine, scaled by the size of the batch."""
     scale = 1.0
-    if config.reference_batch:
+    if config.reference_batch and config.optimizer is Optimizer.SGD:
         scale = batch_size / config.reference_batch
     warmup = config.warmup_epochs * steps / config.epochs
     return scale * cosine(step, steps, config.lr, config.min_lr, warmup, config.warmup_lr)
