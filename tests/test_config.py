@@ -95,9 +95,19 @@ def test_settings_that_nobody_typed_follow_the_data() -> None:
     for images, found in ((200_000, [0.4, 5e-4, 1.6, 5e-4]), (200_001, [0.2, 1e-4, 0.8, 1e-4])):
         it = settle(config(), {}, images, 10**6, False)[0]
         assert it.search and [it.search.lr, it.search.weight_decay, it.train.lr, it.train.weight_decay] == found
-    for typed, lr in (({"epochs": 1}, 0.8), ({"epochs": 34}, 1.6), ({}, 1.6), ({"epochs": 1, "lr": 3.0}, 3.0)):
-        short = settle(config(weights="x.pth", **typed), typed, 600, 1, True)[0]
-        assert short.train.lr == lr  # 300 steps are not short
+    for images, typed, lr in (  # of 1.6, or 0.8 from 200,000 images on
+        (600, {"epochs": 1}, 0.32),
+        (600, {}, 0.32),
+        (49_920, {"epochs": 1}, 0.32),
+        (49_920, {"epochs": 7}, 0.832),  # 2,730 steps
+        (49_920, {"epochs": 100}, 1.6),
+        (1_281_167, {"epochs": 1}, 0.8),
+        (600, {"epochs": 1, "lr": 3.0}, 3.0),
+    ):
+        tuned = settle(config(weights="x.pth", **typed), typed, images, 1, True)[0]
+        assert tuned.train.lr == pytest.approx(lr)
+        fresh = settle(config(**typed), typed, images, 1, False)[0]
+        assert fresh.train.lr == typed.get("lr", 1.6 if images <= 200_000 else 0.8)
     sizes: dict[str, Any] = {"trained": False, "images": 9, "batch": 3}
     unset = (SearchConfig(budget="50%"), TrainConfig(), Retrain.FINETUNE)
     assert [resolve(*unset, **sizes, distills=known).search.distill for known in (True, False)] == [True, False]

@@ -167,7 +167,7 @@ def test_adamw_is_chosen_where_no_rate_of_sgd_is_known() -> None:
     def chosen(suits_sgd: bool, **settings: object) -> tuple[Optimizer, float]:
         train = TrainConfig(**settings)  # type: ignore[arg-type]
         search = SearchConfig(budget="50%")
-        found = resolve(search, train, Retrain.FINETUNE, trained=True, images=9600, batch=32, suits_sgd=suits_sgd)
+        found = resolve(search, train, Retrain.FINETUNE, trained=True, images=10**5, batch=32, suits_sgd=suits_sgd)
         assert ("optimizer" in found.reasons) == ("optimizer" not in settings)
         return found.train.optimizer, found.train.lr
 

@@ -82,17 +82,30 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5, 20, 100])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--images", type=int, default=50_000, help="how many images train")
+    parser.add_argument("--lr", type=float, help="default: what prune chooses")
+    parser.add_argument("--held-out", action="store_true", help="test on 5,000 training images, to choose settings")
     parser.add_argument("--no-teacher", action="store_true", help="learn from the labels alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    train = tuple(part[: options.images] for part in read_images("train", device))
+    all_images = read_images("train", device)
+    train = tuple(part[: options.images] for part in all_images)
     test = tuple(part[: options.images].split(1000) for part in read_images("test", device))
+    if options.held_out:
+        train = tuple(part[: min(options.images, 45_000)] for part in all_images)
+        test = tuple(part[45_000:].split(1000) for part in all_images)
     for seed in options.seeds:
         for epochs in options.epochs:
-            facts = {"network": options.network, "test": "CIFAR-10", "method": options.method, "seed": seed}
+            facts = {
+                "network": options.network,
+                "test": "held-out" if options.held_out else "CIFAR-10",
+                "method": options.method,
+                "seed": seed,
+            }
             facts |= {"epochs": epochs, "taught": not options.no_teacher, "images": len(train[0])}
+            if options.lr is not None:
+                facts["lr"] = options.lr
             if is_recorded(options.results, budget=options.budget, **facts):
                 continue
             result = dmcp.prune(
@@ -102,7 +115,7 @@ def main() -> None:
                 options.budget,
                 method=options.method,
                 search=dmcp.SearchConfig(budget=options.budget, seed=seed),
-                train=dmcp.TrainConfig(epochs=epochs, seed=seed),
+                train=dmcp.TrainConfig(epochs=epochs, lr=options.lr, seed=seed),
                 teacher=None if options.no_teacher else "auto",
                 baselines=["original", "uniform"] if options.method == "dmcp" else ["original"],
             )

@@ -76,8 +76,8 @@ def add_noise(images: list[Tensor]) -> list[Batch]:
 
 
 def squared_error(output: Tensor, batch: Batch) -> Tensor:
-    """Mean squared error of the predicted noise."""
-    return F.mse_loss(output, batch[1])
+    """Half the squared error of an image, summed over its pixels: the loss that the network was trained with."""
+    return F.mse_loss(output, batch[1], reduction="sum") / (2 * len(output))
 
 
 def psnr(output: Tensor, batch: Batch) -> tuple[float, int]:
@@ -109,11 +109,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=400, help="for a rehearsal: so many of each set")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--teacher", action="store_true", help="learn from the unpruned network, too")
+    parser.add_argument("--lr", type=float, help="of AdamW; default: what prune chooses")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     facts = {"network": "DnCNN-S-25", "test": "Set12", "method": options.method, "seed": options.seed}
     facts |= {"epochs": options.epochs, "taught": options.teacher}
+    facts |= {} if options.lr is None else {"lr": options.lr}
     budgets = [budget for budget in options.budget if not is_recorded(options.results, budget=budget, **facts)]
     if not budgets:
         return
@@ -125,6 +127,8 @@ def main() -> None:
     set12 = add_noise(read_images(data / "Set12", device)[: options.images])
     bsd68 = add_noise(read_images(data / "Set68", device)[: options.images])
 
+    optimizer = None if options.lr is None else "adamw"
+    train = dmcp.TrainConfig(epochs=options.epochs, optimizer=optimizer, lr=options.lr, seed=options.seed)
     result = dmcp.prune(
         model,
         loader,
@@ -132,7 +136,7 @@ def main() -> None:
         budgets,
         method=options.method,
         search=dmcp.SearchConfig(budget="50%", seed=options.seed),
-        train=dmcp.TrainConfig(epochs=options.epochs, seed=options.seed),
+        train=train,
         teacher=model if options.teacher else None,
         baselines=["original", "uniform"] if options.method == "dmcp" else ["original"],
         task=dmcp.Task(loss=squared_error, metric=psnr),

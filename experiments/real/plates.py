@@ -95,9 +95,10 @@ def main() -> None:
     parser.add_argument("--budget", action="append", required=True)
     parser.add_argument("--method", default="dmcp")
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--folds", type=int, default=FOLDS, help="how many of the five parts are tested")
+    parser.add_argument("--folds", type=int, nargs="+", default=range(FOLDS), help="which of the five parts are tested")
     parser.add_argument("--plates", type=int, default=1000)
     parser.add_argument("--no-teacher", action="store_true", help="learn from the labels alone")
+    parser.add_argument("--lr", type=float, help="of AdamW; default: what prune chooses")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
 
@@ -105,13 +106,16 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plates = read_plates(options.folder / "data/test")
     order = torch.randperm(len(plates[0]), generator=torch.Generator().manual_seed(0))[: options.plates]
-    for fold in range(options.folds):
+    for fold in options.folds:
         facts = {"network": "LPRNet", "test": "plates", "method": options.method, "seed": fold}
         facts |= {"epochs": options.epochs, "taught": not options.no_teacher}
+        facts |= {} if options.lr is None else {"lr": options.lr}
         budgets = [budget for budget in options.budget if not is_recorded(options.results, budget=budget, **facts)]
         if not budgets:
             continue
         is_test = torch.arange(len(order)) % FOLDS == fold
+        optimizer = None if options.lr is None else "adamw"
+        train = dmcp.TrainConfig(epochs=options.epochs, optimizer=optimizer, lr=options.lr, seed=fold)
         result = dmcp.prune(
             load_network(options.folder).to(device),
             batches(plates, order[~is_test], 32, device),
@@ -119,7 +123,7 @@ def main() -> None:
             budgets,
             method=options.method,
             search=dmcp.SearchConfig(budget="50%", seed=fold),
-            train=dmcp.TrainConfig(epochs=options.epochs, seed=fold),
+            train=train,
             teacher=None if options.no_teacher else "auto",
             baselines=["original", "uniform"] if options.method == "dmcp" else ["original"],
             task=dmcp.Task(loss=ctc, metric=right_plates),

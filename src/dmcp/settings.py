@@ -546,7 +546,7 @@ _TRAINED_SEARCH: dict[str, Any] = {  # what differs for a trained network: exper
     "sharpen": 2.0,
 }
 _TRAIN: dict[str, Any] = {"epochs": 100, "optimizer": Optimizer.SGD, "lr": 0.8, "weight_decay": 1e-4}
-_ADAMW_RATE = 1e-3  # for batches of any size: REPORT.md, "rates of optimizers"
+_ADAMW_RATE = 1e-3  # for batches of any size: REPORT.md, "optimizers"
 _FINETUNE_EPOCHS = 20  # of a trained network
 _KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # these keep the weights of the search
 _SEARCH_IMAGES = 50_000  # that are enough for the search of a trained network
@@ -554,6 +554,8 @@ _SEARCH_STEPS = (150, 500)  # fewest and most steps of such a search
 _TRAIN_IMAGES = 13_000_000  # that are enough for the fine-tuning of a trained network
 _MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets get more epochs
 _BATCH = 128
+_LONG = 10_000  # steps of a fine-tuning at the full learning rate: REPORT.md, "optimizers"
+_LEAST_RATE = 0.2  # share of the learning rate that the shortest fine-tunings have
 _MIN_PER_EPOCH = 8  # steps that an epoch has at least
 _FEW_IMAGES = 200_000  # up to which the next two hold instead of ImageNet's: REPORT.md, "judge"
 _FEW_SEARCH: dict[str, Any] = {"lr": 0.4, "weight_decay": 5e-4}  # of a network that is not trained
@@ -632,19 +634,13 @@ def resolve(
     if keeps_trained_weights:
         train_values["epochs"] = _FINETUNE_EPOCHS
 
-    # Learning rates and decay follow the number of images.
+    # Decay and the largest learning rates follow the number of images.
     why_rates = "the paper's"
     if images <= _FEW_IMAGES:
         why_rates = f"twice the paper's, which suits {images:,} images"
         train_values |= _FEW_TRAIN
         if not trained:
             search_values |= _FEW_SEARCH
-    if keeps_trained_weights and train.epochs is not None:
-        steps = train.epochs * -(-images // max(1, train_batch or batch))
-        if steps < _MIN_STEPS:  # REPORT.md, "short"
-            why_rates = f"the paper's: fewer than {_MIN_STEPS} steps from trained weights must be small"
-            train_values["lr"] = _TRAIN["lr"]
-
     # Without norms, or with another loss, the right rate of SGD can be anything; that of AdamW is not.
     why_optimizer = "class scores of a network with BatchNorms"
     if train.lr is not None:
@@ -670,6 +666,15 @@ def resolve(
     most_images = _TRAIN_IMAGES if keeps_trained_weights else 0
     train_values["epochs"], why_train_epochs = _epochs(train_values["epochs"], images, batch, most_images)
 
+    # A short fine-tuning has no time to repair what large steps break.
+    why_train_rate = why_rates
+    if keeps_trained_weights:
+        epochs = train.epochs or train_values["epochs"]
+        steps = epochs * -(-images // max(1, train_batch or batch))
+        train_values["lr"] *= _share_of_rate(steps)
+        if steps < _LONG:
+            why_train_rate = f"{steps:,} steps from trained weights must be smaller than those of a long training"
+
     resolved_search = resolve_search(search, search_values)
     resolved_train = resolve_training(train, train_values)
 
@@ -690,7 +695,8 @@ def resolve(
     if train.lr is None and resolved_train.optimizer is Optimizer.ADAMW:
         reasons["lr"] = f"{resolved_train.lr:g}: the usual rate of adamw"
     elif train.lr is None:
-        reasons["lr"] = f"{resolved_train.lr:g} at a batch of {resolved_train.reference_batch}: {why_rates}"
+        at_batch = f"{resolved_train.lr:g} at a batch of {resolved_train.reference_batch}"
+        reasons["lr"] = f"{at_batch}: {why_train_rate}"
     if train.weight_decay is None:
         reasons["weight_decay"] = f"{resolved_train.weight_decay}: default for {images:,} images"
     return ResolvedSettings(search=resolved_search, train=resolved_train, search_images=search_images, reasons=reasons)
@@ -701,6 +707,12 @@ def _images_of_a_trained_search(batch: int) -> int:
     fewest, most = _SEARCH_STEPS
     steps = _SEARCH_IMAGES // max(1, batch)  # a batch of 0 is refused later
     return batch * max(fewest, min(most, steps))
+
+
+def _share_of_rate(steps: int) -> float:
+    """The share of the learning rate that suits a fine-tuning of so many steps: it grows with their square root."""
+    share = round(math.sqrt(steps / _LONG), 2)
+    return min(1.0, max(_LEAST_RATE, share))
 
 
 def _epochs(usual: int, images: int, batch: int, most_images: int = 0) -> tuple[int, str]:
