@@ -17,8 +17,9 @@ from dmcp.exporting.latency import Latency
 from dmcp.exporting.timing import Measure
 from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
 from dmcp.installation import install_command
-from dmcp.pruning import PruneJob, plan_cuts, resumable, search_widths
-from dmcp.request import Loaders, Spec, read_specs
+from dmcp.pruning import PruneJob, choose_widths, plan_cuts, resumable, search_widths
+from dmcp.request import Loaders, Spec, check_method, read_specs
+from dmcp.runs.records import DMCP
 from dmcp.runtime.progress import showing
 from dmcp.settings import ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, resolve
 from dmcp.tracing.modules import modules_of
@@ -46,6 +47,7 @@ def prune(
     yolo: Any,
     budget: Spec | None = None,
     *,
+    method: str = DMCP,
     epochs: int | None = None,
     search: SearchConfig | None = None,
     ignore: Iterable[str] = (),
@@ -57,10 +59,12 @@ def prune(
 
     Its `widths` are the channels of each space, by name.
     budget, search, latency, runtime: as in `dmcp.prune`, but one budget.
+    method: "dmcp" searches; "l2", "uniform" and the other methods of `dmcp compare` cut without a search, in a minute.
     epochs: passes over the data in the search.
     ignore: modules of `yolo.model` or spaces, by name, whose channels are not pruned.
     settings: those of Ultralytics' own `train`: data, imgsz, batch, device, workers, ...
     """
+    searches = check_method(method)
     specs = read_specs(search, budget)
     trainer_class = _trainer_class(yolo)
     overrides = {**yolo.overrides, "plots": False, "amp": False, **settings, "task": yolo.task, "mode": "train"}
@@ -68,7 +72,7 @@ def prune(
         raise BudgetError(f"A YOLO is pruned for one budget, not {len(specs)}: call prune for each.")
     if not overrides.get("data"):
         raise DataError(
-            'The search needs data: give data="coco8.yaml", or any other data that Ultralytics can train on.'
+            'Pruning needs data: give data="coco8.yaml", or any other data that Ultralytics can train on.'
         )
 
     # A copy of the model, in Ultralytics' own trainer, which has the data and the loss.
@@ -87,7 +91,8 @@ def prune(
     asked = search or SearchConfig(budget=specs[0], reference_batch=batch_size)
     if epochs is not None:
         asked = replace(asked, epochs=epochs)
-    config = _resolve(asked, trained=bool(yolo.ckpt), batches=len(batches), batch_size=batch_size)
+    trained = bool(yolo.ckpt)
+    config = _resolve(asked, trained=trained, batches=len(batches), batch_size=batch_size)
 
     with showing(runtime.progress):
         graph, timer = with_latency(model, graph, example, specs, config, latency, runtime)
@@ -97,6 +102,7 @@ def prune(
             model=model,
             graph=graph,
             budgets={name: parsed_budget},
+            method=method,
             search=config,
             loaders=Loaders(search=batches),
             task=Task(loss=_loss_of(trainer.model), optimizer=torch.optim.AdamW),
@@ -104,7 +110,11 @@ def prune(
             timer=timer,
         )
         job = resumable(job)
-        planned = plan_cuts(job, search_widths(job))[name]
+        if searches:
+            selector = search_widths(job)
+        else:
+            selector = choose_widths(job, trained=trained)
+        planned = plan_cuts(job, selector)[name]
 
     # The cut network, as a YOLO.
     small = planned.cut(graph)

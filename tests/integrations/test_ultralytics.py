@@ -168,6 +168,32 @@ def test_a_pruned_model_learns_from_a_teacher(tmp_path: Path) -> None:
     assert "dis_loss" not in student.trainer.loss_names
 
 
+def first_filters(yolo: Any) -> set[tuple[float, ...]]:
+    weight = yolo.model.model[0].conv.weight.detach().float().cpu()
+    return {tuple(filter.tolist()) for filter in weight.flatten(1)}
+
+
+@pytest.mark.parametrize("method", ["uniform", "l2", "sensitivity"])
+def test_a_method_without_a_search(method: str, tmp_path: Path) -> None:
+    """It keeps channels of the original as they are, the same share of every layer."""
+    settings = SETTINGS | {"data": str(shapes.write(tmp_path, images=16))}
+    yolo = YOLO("yolo11n.yaml")
+    yolo.train(epochs=1, **settings)
+    before = copy.deepcopy(yolo.model.state_dict())
+    small = prune(yolo, "50%", method=method, **settings)
+    assert all(torch.equal(value, before[name]) for name, value in yolo.model.state_dict().items())
+    assert 0.475 < macs(small.model) / macs(yolo.model) <= 0.5 and type(small.model) is type(yolo.model)
+    assert 0 < len(first_filters(small)) < len(first_filters(yolo))
+    assert first_filters(small) < first_filters(yolo)
+    full = dmcp.trace(Predictions(yolo.model.float().cpu()), torch.zeros(2, 3, 64, 64)).full
+    wide = [small.widths[name] / size for name, size in full.items() if size >= 64]
+    assert max(wide) - min(wide) < 0.15  # widths are multiples of 8
+    train(small, epochs=1, **settings)
+    assert 0.475 < macs(small.model) / macs(yolo.model) <= 0.5
+    with pytest.raises(dmcp.DmcpError):
+        prune(yolo, "50%", method="nothing", **settings)
+
+
 def milliseconds(model: nn.Module) -> float:
     return sum(shape.numel() for shape in shapes_of(model)) / 1e6
 
