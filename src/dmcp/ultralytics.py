@@ -71,9 +71,7 @@ def prune(
     if len(specs) > 1:
         raise BudgetError(f"A YOLO is pruned for one budget, not {len(specs)}: call prune for each.")
     if not overrides.get("data"):
-        raise DataError(
-            'Pruning needs data: give data="coco8.yaml", or any other data that Ultralytics can train on.'
-        )
+        raise DataError('Pruning needs data: give data="coco8.yaml", or any other data that Ultralytics can train on.')
 
     # A copy of the model, in Ultralytics' own trainer, which has the data and the loss.
     trainer = trainer_class(overrides=overrides)
