@@ -21,22 +21,8 @@ SPLITS = {"train": 16, "val": 4, "test": 4}
 BOX = """<object><name>{}</name><bndbox>
     <xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax>
 </bndbox></object>"""
-SMALL = [
-    "--epochs",
-    "1",
-    "--search",
-    "1",
-    "--finetune",
-    "1",
-    "--imgsz",
-    "64",
-    "--device",
-    "cpu",
-    "--workers",
-    "0",
-    "--out",
-    "out",
-]
+SMALL = ["--epochs", "1", "--search", "1", "--finetune", "1", "--imgsz", "64"]
+HERE = ["--device", "cpu", "--workers", "0", "--out", "out"]
 
 
 @pytest.fixture
@@ -66,7 +52,7 @@ def test_labels_are_shares_of_the_image(cells: Path) -> None:
 
 
 def rows(folder: Path, network: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "experiments.real.detection", str(folder), network, *SMALL]
+    command = [sys.executable, "-m", "experiments.real.detection", str(folder), network, *SMALL, *HERE]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
