@@ -263,7 +263,8 @@ def test_a_cut_without_a_search_and_without_training(weights: str, capsys: Captu
 def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -> None:
     words = ("prune", *SMALL[:6], "--weights", weights, "--dry-run", "--json")
     facts = json.loads(run(capsys, *words, "--epochs", "3", "--budget", "60%", "--budget", "40%")[1])
-    assert facts["chosen"].keys() == {"batch", "search_epochs", "search_lr", "warmup", "lr", "weight_decay"}
+    chosen = {"batch", "search_epochs", "search_lr", "warmup", "optimizer", "lr", "weight_decay"}
+    assert facts["chosen"].keys() == chosen
     assert len(facts["asked"]) == 2
     steps = {"search": 35 * 11, "dmcp 60%": 3 * 11, "dmcp 40%": 3 * 11}  # passes, and batches in one
     assert {it["name"]: it["steps"] for it in facts["stages"]} == steps and facts["steps"] == sum(steps.values())
