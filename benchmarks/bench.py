@@ -35,6 +35,7 @@ from dmcp import Engine, SearchConfig, Supernet, TrainConfig, cut, search, trace
 from dmcp.data import store
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
+from dmcp.defaults import resolve_search
 from dmcp.exporting.timing import synchronize
 from dmcp.markov import sample_groups
 from dmcp.models import argument, build, sample_shape
@@ -44,7 +45,7 @@ from dmcp.runtime.engine import ResolvedEngine, best_device, resolve, suits_kern
 from dmcp.searching import steps
 from dmcp.searching.search import LARGE, prepare_chains, uncounted
 from dmcp.searching.steps import StepContext, Steps
-from dmcp.settings import ResolvedSearchConfig, Sampling, resolve_search
+from dmcp.settings import ResolvedSearchConfig, Sampling
 from dmcp.training.loop import Event, Runtime, make_step
 from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import parameter_groups, sgd

@@ -16,6 +16,7 @@ from torch.autograd.functional import hessian
 
 import dmcp
 from dmcp.budgets import Budget
+from dmcp.defaults import resolve_search
 from dmcp.markov import rand
 from dmcp.runtime.batches import device_of, size_of
 from dmcp.runtime.checkpoint import ResumableIterator, seeded
@@ -26,7 +27,7 @@ from dmcp.searching.rounding import FILLED, AllowedWidths, round_to_budget
 from dmcp.searching.search import prepare_chains, uncounted
 from dmcp.searching.steps import StepContext, arch_step, weight_step
 from dmcp.searching.subnets import Chains, sample_gates
-from dmcp.settings import Init, Sampling, resolve_search
+from dmcp.settings import Init, Sampling
 from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import cosine, parameter_groups, set_lr, sgd
 

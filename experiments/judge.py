@@ -37,11 +37,11 @@ from dmcp import models
 from dmcp.compare.problem import Problem as PeerProblem
 from dmcp.data import datasets
 from dmcp.data.loaders import make_loader
+from dmcp.defaults import resolve_training
 from dmcp.markov import marginals, moment, sample_groups
 from dmcp.searching import steps as search_steps
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.subnets import make_chains as chains_of
-from dmcp.settings import resolve_training
 from dmcp.training.losses import classification_loss
 
 BATCHES = 10  # of held-out images, by which networks are judged

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp.compare.problem import Problem
+from dmcp.defaults import resolve_training
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import TrainConfig, resolve_training
+from dmcp.settings import TrainConfig
 
 SIGNS = 8
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
+from dmcp.defaults import resolve_search, resolve_training
 from dmcp.results import PruneResult
 from dmcp.runtime.checkpoint import Checkpointer
 from dmcp.searching.records import SearchResult
-from dmcp.settings import SearchConfig, TrainConfig, resolve_search, resolve_training
+from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.loop import Event
 

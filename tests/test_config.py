@@ -17,6 +17,7 @@ import torch
 import dmcp
 from dmcp.cli.config import Request, make_config, settle
 from dmcp.cli.job import build
+from dmcp.defaults import has_choices_left, paper, resolve, resolve_search, resolve_training
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.request import read_request, resolve_settings
 from dmcp.runs.config import RECIPES, RunConfig, find_recipe
@@ -26,18 +27,7 @@ from dmcp.runtime.batches import length_of
 from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, parse_budget
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import (
-    UNPRUNED,
-    Corrupt,
-    Retrain,
-    SearchConfig,
-    TrainConfig,
-    has_choices_left,
-    paper,
-    resolve,
-    resolve_search,
-    resolve_training,
-)
+from dmcp.settings import UNPRUNED, Corrupt, Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.training.optimizer import learning_rate
 
@@ -214,8 +204,8 @@ def test_a_run_goes_on_with_its_settings(tmp_path: Path) -> None:
 
 NEW_FIELD = """
 import dataclasses, sys
-from dmcp import settings
-field = settings.setting(3, "Epochs without progress.", 1)
+from dmcp import fields, settings
+field = fields.setting(3, "Epochs without progress.", 1)
 kind = dataclasses.make_dataclass(
     "SearchConfig", [("patience", int, field)], bases=(settings.SearchConfig,), frozen=True, kw_only=True
 )
@@ -238,7 +228,7 @@ assert make_config(Request(command="prune", typed={"patience": 7}, resume="run")
 assert RECIPES["paper"].search.patience == 3
 try:
     make_config(Request(command="prune", typed={"patience": 8}, resume="run"))
-except settings.DmcpError:
+except fields.DmcpError:
     print("refused")
 """
 

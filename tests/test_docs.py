@@ -38,8 +38,8 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest
     """One after the other, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     # as many steps as `prune` chooses by itself would take most of a minute
-    monkeypatch.setattr("dmcp.settings._MIN_STEPS", 20)
-    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (20, 20))
+    monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 20)
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
     names: dict[str, Any] = {"__name__": page}
     with torch.random.fork_rng([]), warnings.catch_warnings():
         torch.manual_seed(0)

@@ -78,8 +78,8 @@ def test_the_notebook_of_segmentation_runs(tmp_path: Path, monkeypatch: pytest.M
     """Its code as it is, but for the length of search and trainings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pyplot, "show", lambda: None)
-    monkeypatch.setattr("dmcp.settings._MIN_STEPS", 20)
-    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (20, 20))
+    monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 20)
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dmcp.retraining.DivergenceWarning)  # it has learned next to nothing

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import dmcp
-from dmcp.settings import resolve_training
+from dmcp.defaults import resolve_training
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 sys.path.insert(0, str(FOLDER))

@@ -12,9 +12,10 @@ from nets import Chain, sample, state
 from torch import nn
 from torch.nn import functional as F
 
+from dmcp.defaults import resolve, resolve_training
 from dmcp.errors import TrainingError
 from dmcp.pruning import prune
-from dmcp.settings import Optimizer, Retrain, SearchConfig, TrainConfig, resolve, resolve_training
+from dmcp.settings import Optimizer, Retrain, SearchConfig, TrainConfig
 from dmcp.training.loop import Task, train
 from dmcp.training.optimizer import (
     cosine,

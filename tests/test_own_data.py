@@ -247,7 +247,7 @@ def test_rows_are_pruned_as_loaders_are() -> None:
 
 def test_a_part_of_rows_is_held_out_for_within(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network answers with the class that is painted on the image: a part with other labels would be noticed."""
-    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (2, 2))
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (2, 2))
     rows = Rows(60)
     colors = ("red", "lime", "blue")
     rows.images = [Image.new("RGB", (12, 20), colors[label]) for label in rows.labels]

@@ -77,8 +77,8 @@ def trained() -> tuple[nn.Module, ChannelGraph, list[Any]]:
 
 
 def test_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmcp.settings._MIN_STEPS", 1)
-    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (30, 40))
+    monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 1)
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (30, 40))
     model, _, loaders = trained()
     short = {"train": TrainConfig(epochs=1, warmup_epochs=0), "search": SearchConfig(budget="50%", epochs=2)}
     fresh = dmcp.prune(models.build("digits:resnet", width=8), *loaders, **short)
@@ -103,7 +103,7 @@ def test_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(monkey
 
 
 def test_what_is_left_out_of_the_settings_is_chosen_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (5, 5))
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (5, 5))
     model, graph, loaders = trained()
     results = []
     for search in (None, SearchConfig(budget="50%", epochs=2), SearchConfig(budget="50%", lr=0.01, sort=False)):
@@ -307,7 +307,7 @@ def test_a_method_of_trained_networks_trains_a_fresh_one_first() -> None:
 
 
 def test_one_search_gives_networks_for_several_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmcp.settings._MIN_STEPS", 1)
+    monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 1)
     _, graph = traced_residual()
     seen: list[dmcp.Event] = []
     result = prune(

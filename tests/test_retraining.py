@@ -14,6 +14,7 @@ from short_runs import SEARCH, TRAIN, Noise, prune, traced_residual
 from torch import nn
 
 import dmcp
+from dmcp.defaults import resolve_training
 from dmcp.retraining import (
     DivergenceWarning,
     Retraining,
@@ -25,7 +26,7 @@ from dmcp.runs.records import DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import generator
 from dmcp.searching.steps import StepContext, weight_step
 from dmcp.searching.subnets import make_chains
-from dmcp.settings import Retrain, TrainConfig, resolve_training
+from dmcp.settings import Retrain, TrainConfig
 from dmcp.training.loop import evaluate
 from dmcp.training.losses import classification_loss
 from dmcp.training.trained import UnusedNormsWarning, is_trained, probability_of

@@ -19,13 +19,14 @@ from torch.nn import functional as F
 
 import dmcp
 import dmcp.searching.steps
+from dmcp.defaults import resolve_search
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.search import search
 from dmcp.searching.stem import Stem, find_stem
 from dmcp.searching.steps import StepContext, weight_step
 from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Narrow
-from dmcp.settings import Sampling, SearchConfig, resolve_search
+from dmcp.settings import Sampling, SearchConfig
 
 # steps with it and without
 

@@ -12,10 +12,11 @@ from nets import Backwards, Chain, Depthwise, NoNorms, Residual, by_width, sampl
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmcp.defaults import resolve_search
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.steps import StepContext, arch_step, weight_step
 from dmcp.searching.subnets import make_chains
-from dmcp.settings import Sampling, SearchConfig, resolve_search
+from dmcp.settings import Sampling, SearchConfig
 
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
+from dmcp.defaults import resolve_training
 from dmcp.errors import DataError, TrainingError
 from dmcp.models import build
-from dmcp.settings import Engine, SearchConfig, TrainConfig, resolve_training
+from dmcp.settings import Engine, SearchConfig, TrainConfig
 from dmcp.training import loop as training
 from dmcp.training.distillation import distillation_loss
 from dmcp.training.loop import Runtime, Task, evaluate, train

@@ -151,7 +151,7 @@ def tensors(part: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_digits_within_a_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (20, 20))
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
     model, graph = trained()
     digits = load("digits")
     rest, held_out = split(digits.train, 0.2)
@@ -259,7 +259,7 @@ NET = ("--model", "digits:resnet", "--model-args", "width=8", "--data", "digits"
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (20, 20))
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
     monkeypatch.chdir(tmp_path)
     model, graph = trained()
     dmcp.save(model, graph.full, "given")
@@ -267,7 +267,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_run_that_is_killed_in_a_race_ends_in_the_same_bits(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmcp.settings._SEARCH_STEPS", (8, 8))
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (8, 8))
     prune = ("prune", *NET, "--weights", weights, "--within", "8", "--epochs", "3", "--save-steps", "5")
     assert command(*prune, "--out", "whole") == 0
 

@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, held_out_batches, loaded, samples_of
 from dmcp.errors import TrainingError
+from dmcp.fields import setting
 from dmcp.runtime.batches import generator, input_of, size_of, widest
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.searching.budget import check_reachable
 from dmcp.searching.importance import magnitude
 from dmcp.searching.rounding import FILLED, round_to_budget
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import setting
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import narrow
 from dmcp.training.loop import train

@@ -23,11 +23,11 @@ from torch.nn.modules.conv import _ConvNd
 from dmcp.compare.methods import Method
 from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, samples_of
 from dmcp.errors import TrainingError
+from dmcp.fields import setting
 from dmcp.runtime.batches import Loader, batches_from, device_of, generator, input_of, labels_of, start_epoch
 from dmcp.runtime.distributed import current
 from dmcp.searching.rounding import TOLERANCE, round_to_budget
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import setting
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap
 from dmcp.training.loop import train

@@ -21,9 +21,9 @@ from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import Choice, MethodConfig, Problem, loaded
 from dmcp.errors import TrainingError
 from dmcp.exporting.export import blaming
+from dmcp.fields import setting
 from dmcp.runtime.batches import input_of, on_device, size_of
 from dmcp.searching.importance import find_filters, magnitude
-from dmcp.settings import setting
 from dmcp.tracing.graph import ChannelGraph
 
 _PARTS = 100  # of the last step

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dmcp.compare.methods import Method, Own
 from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Problem, loaded, samples_of
+from dmcp.fields import setting
 from dmcp.runtime.batches import size_of
 from dmcp.searching.importance import (
     ChannelRows,
@@ -29,7 +30,6 @@ from dmcp.searching.importance import (
     numbers_of_channels,
     strongest,
 )
-from dmcp.settings import setting
 from dmcp.training.calibration import recalibrate
 from dmcp.training.loop import train
 

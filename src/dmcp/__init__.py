@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dmcp.budgets import Budget
     from dmcp.cutting import cut, reinitialize
+    from dmcp.defaults import paper
     from dmcp.errors import (
         ArgumentError,
         BudgetError,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from dmcp.searching.sampling import direct, expected, random_widths, uniform
     from dmcp.searching.search import Searcher, search
     from dmcp.searching.supernet import Supernet
-    from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig, paper
+    from dmcp.settings import Engine, LatencyConfig, Retrain, SearchConfig, TrainConfig
     from dmcp.tracing.graph import ChannelGraph
     from dmcp.tracing.rules import RULES
     from dmcp.tracing.trace import trace
@@ -79,6 +80,7 @@ __all__ = [
 _NAMES = {  # module -> what it gives
     "budgets": "Budget",
     "cutting": "cut reinitialize",
+    "defaults": "paper",
     "errors": "ArgumentError BudgetError CutError DataError DmcpError FileError StoppedError TraceError TrainingError "
     "WidthsError",
     "exporting.export": "export quantize",
@@ -96,7 +98,7 @@ _NAMES = {  # module -> what it gives
     "searching.sampling": "direct expected random_widths uniform",
     "searching.search": "Searcher search",
     "searching.supernet": "Supernet",
-    "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig paper",
+    "settings": "Engine LatencyConfig Retrain SearchConfig TrainConfig",
     "tracing.graph": "ChannelGraph",
     "tracing.rules": "RULES",
     "tracing.trace": "trace",

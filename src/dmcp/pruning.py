@@ -15,6 +15,7 @@ from dmcp.budgets import LATENCY, Budget, limits_latency
 from dmcp.compare.methods import chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
+from dmcp.defaults import resolve_training
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.exporting.latency import Latency
 from dmcp.exporting.latency_limit import choose_within_latency
@@ -53,16 +54,7 @@ from dmcp.searching.sampling import expected, filled, uniform
 from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import sort_channels
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import (
-    AUTO,
-    Distill,
-    Engine,
-    ResolvedSearchConfig,
-    Retrain,
-    SearchConfig,
-    TrainConfig,
-    resolve_training,
-)
+from dmcp.settings import AUTO, Distill, Engine, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig
 from dmcp.speed import Speed, measure_speeds
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap, without_autocast

@@ -15,22 +15,14 @@ from dmcp.compare.methods import Own, find_method
 from dmcp.data.datasets import split
 from dmcp.data.images import LARGEST, typical_size
 from dmcp.data.rows import has_rows, make_row_loader, open_rows
+from dmcp.defaults import default_batch, has_choices_left, resolve
 from dmcp.errors import BudgetError, DataError, DmcpError, TrainingError
 from dmcp.models import sample_shape
 from dmcp.retraining import Retraining, check_teacher_use, copy_of_teacher, is_model, warn_of_poor_teacher
 from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import HELD_OUT, FewBatches, Loader, device_of, hold_out, length_of, size_of
 from dmcp.runtime.distributed import current
-from dmcp.settings import (
-    AUTO,
-    ResolvedSearchConfig,
-    Retrain,
-    SearchConfig,
-    TrainConfig,
-    default_batch,
-    has_choices_left,
-    resolve,
-)
+from dmcp.settings import AUTO, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig
 from dmcp.training.distillation import is_of_classes, warn_of_distillation
 from dmcp.training.loop import Task
 from dmcp.training.preflight import can_teach, classes_of

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmcp.defaults import resolve
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.exporting.latency import Latency
 from dmcp.exporting.timing import Measure
@@ -21,7 +22,7 @@ from dmcp.pruning import PruneJob, choose_widths, plan_cuts, resumable, search_w
 from dmcp.request import Loaders, Spec, check_method, read_specs
 from dmcp.runs.records import DMCP
 from dmcp.runtime.progress import showing
-from dmcp.settings import ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, resolve
+from dmcp.settings import ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.modules import modules_of
 from dmcp.tracing.trace import trace
 from dmcp.tracing.widths import Widths

@@ -22,13 +22,14 @@ from dmcp.compare.methods import METHODS, title
 from dmcp.compare.protocol import BOUNDS, PLANS, Comparison, PlannedRun, Protocol, Subject
 from dmcp.compare.runner import OneRun
 from dmcp.compare.table import COMMANDS_FILE, PAGE, write_table
+from dmcp.defaults import resolve_training
 from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.exporting.export import blaming
 from dmcp.models import argument
 from dmcp.runs.config import RunConfig
 from dmcp.runs.writing import Run, slug
 from dmcp.runtime.io import Lock, is_locked
-from dmcp.settings import Retrain, resolve_training
+from dmcp.settings import Retrain
 from dmcp.units import table
 
 _OUTPUT = "output"  # folder of what runs print

@@ -7,14 +7,15 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmcp import settings
+from dmcp import defaults
 from dmcp.budgets import budget_of_kind, choose_middle, limits_latency
 from dmcp.errors import BudgetError, DmcpError, FileError, TrainingError
+from dmcp.fields import COMMANDS, RUNS, Bound, Setting, describe, setting
 from dmcp.models import is_harmless
 from dmcp.runs.config import RunConfig, find_recipe
 from dmcp.runs.files import SETTINGS, is_run, read_json
 from dmcp.runtime.io import from_plain, quote
-from dmcp.settings import AUTO, COMMANDS, RUNS, Bound, Retrain, Setting, describe, setting
+from dmcp.settings import AUTO, UNPRUNED, Retrain, SearchConfig
 
 GIVEN = "given"  # the teacher that is the network of --weights
 
@@ -187,7 +188,7 @@ def make_config(request: Request) -> RunConfig:
         raise DmcpError("--within compares with a trained network: give its --weights, which dmcp train writes.")
     if config.teacher == GIVEN and not config.weights:
         raise DmcpError("--teacher given means the network of --weights, but --weights is missing.")
-    if config.teacher_model and config.teacher in ("", AUTO, GIVEN, settings.UNPRUNED):
+    if config.teacher_model and config.teacher in ("", AUTO, GIVEN, UNPRUNED):
         raise DmcpError("--teacher-model needs a weights file: name it with --teacher.")
     return config
 
@@ -219,7 +220,7 @@ def _defaults(command: str, typed: Mapping[str, Any]) -> RunConfig:
         command=command,
         retrain=retrain,
         teacher=AUTO if learns else "",
-        search=None if command == "train" else settings.SearchConfig(budget="50%"),
+        search=None if command == "train" else SearchConfig(budget="50%"),
     )
 
 
@@ -249,13 +250,13 @@ def settle(
         if search is not None and trained and "sort" not in typed:
             search = replace(search, sort=True)
         if search is not None:
-            search = settings.resolve_search(search)
-        return replace(config, search=search, train=settings.resolve_training(config.train)), {}
+            search = defaults.resolve_search(search)
+        return replace(config, search=search, train=defaults.resolve_training(config.train)), {}
 
-    batch, why_batch = settings.default_batch(images, macs)
+    batch, why_batch = defaults.default_batch(images, macs)
     batch = typed.get("batch", batch)
-    chosen = settings.resolve(
-        config.search or settings.SearchConfig(budget="50%"),
+    chosen = defaults.resolve(
+        config.search or SearchConfig(budget="50%"),
         config.train,
         config.retrain,
         trained=trained,

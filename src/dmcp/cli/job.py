@@ -25,6 +25,7 @@ from dmcp.data.datasets import ArraySet, DataSet, DataSets, digest_of, load, spl
 from dmcp.data.folders import FolderSet, no_images, some_sizes
 from dmcp.data.images import LARGEST, typical_size
 from dmcp.data.loaders import fixed_order, make_loader
+from dmcp.defaults import default_batch, resolve_search, resolve_training
 from dmcp.errors import DataError, DmcpError, TraceError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.latency_limit import attach_latency
@@ -36,18 +37,7 @@ from dmcp.runtime.checkpoint import digest
 from dmcp.runtime.distributed import SINGLE_PROCESS, current
 from dmcp.runtime.engine import best_device
 from dmcp.runtime.progress import phase
-from dmcp.settings import (
-    AUTO,
-    UNPRUNED,
-    Corrupt,
-    LatencyConfig,
-    ResolvedSearchConfig,
-    ResolvedTrainConfig,
-    RuntimeKind,
-    default_batch,
-    resolve_search,
-    resolve_training,
-)
+from dmcp.settings import AUTO, UNPRUNED, Corrupt, LatencyConfig, ResolvedSearchConfig, ResolvedTrainConfig, RuntimeKind
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import kept_modes
 from dmcp.tracing.trace import trace

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from dmcp.cli.completion import COMPLETIONS
 from dmcp.cli.config import SETTINGS_OPTIONS, ComparisonOptions, Option, Request, option_word, options_of
-from dmcp.settings import AUTOMATIC, Bound, Setting
+from dmcp.fields import AUTOMATIC, Bound, Setting
 
 _GROUPS = ("Model and data", "Budget", "Latency", "Search", "Training", "Batches and device", "Run", "Comparison")
 _REQUEST_OPTIONS = options_of(Request)

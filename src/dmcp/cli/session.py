@@ -30,6 +30,7 @@ from dmcp.data.datasets import BUILT_IN, preprocessing
 from dmcp.errors import DataError, FileError, StoppedError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.timing import device_name
+from dmcp.fields import describe
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs.config import RunConfig
@@ -40,7 +41,6 @@ from dmcp.runtime.batches import device_of
 from dmcp.runtime.checkpoint import Checkpointer
 from dmcp.runtime.distributed import World, current, gather, join, leave
 from dmcp.runtime.io import LOCK, Lock
-from dmcp.settings import describe
 from dmcp.training.loop import Event, Runtime
 
 _STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]

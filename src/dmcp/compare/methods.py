@@ -19,8 +19,10 @@ from torch import Tensor
 from dmcp.budgets import Budget
 from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, held_out_batches, loaded, samples_of
 from dmcp.compare.ranking import L1Config, SlimmingConfig, find_l1, find_sensitivity, find_slimming, prepare_slimming
+from dmcp.defaults import resolve_search, resolve_training
 from dmcp.errors import DmcpError, TrainingError
 from dmcp.exporting.export import blaming
+from dmcp.fields import setting
 from dmcp.installation import project_address
 from dmcp.models import imported
 from dmcp.runs.records import DMCP, UNIFORM
@@ -34,16 +36,7 @@ from dmcp.searching.sampling import random_widths
 from dmcp.searching.search import SEARCH, search
 from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import (
-    ResolvedSearchConfig,
-    ResolvedTrainConfig,
-    Sampling,
-    SearchConfig,
-    TrainConfig,
-    resolve_search,
-    resolve_training,
-    setting,
-)
+from dmcp.settings import ResolvedSearchConfig, ResolvedTrainConfig, Sampling, SearchConfig, TrainConfig
 from dmcp.training.losses import classification_loss
 
 _RANDOM = 7  # tells these random numbers from others of the same seed

@@ -14,13 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.budgets import Budget
 from dmcp.errors import BudgetError, DataError, TrainingError
+from dmcp.fields import check
 from dmcp.runtime.batches import Loader, device_of, on_device, size_of
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine, resolve
 from dmcp.searching.budget import check_reachable, spent_shares
 from dmcp.searching.rounding import FILLED, TOLERANCE, AllowedWidths, round_to_budget
 from dmcp.searching.sampling import uniform
-from dmcp.settings import Engine, ResolvedTrainConfig, check
+from dmcp.settings import Engine, ResolvedTrainConfig
 from dmcp.tracing.graph import ChannelGraph, Kept
 from dmcp.tracing.modules import kept_modes, modules_of, narrow, unwrap
 from dmcp.tracing.widths import Widths

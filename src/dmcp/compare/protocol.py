@@ -17,6 +17,7 @@ from dmcp.compare.methods import METHODS, Own, find_method, title
 from dmcp.compare.problem import Problem
 from dmcp.data.datasets import DataSet, split
 from dmcp.data.loaders import make_loader
+from dmcp.defaults import resolve_training
 from dmcp.errors import DmcpError, FileError
 from dmcp.exporting.export import blaming
 from dmcp.runs.config import RunConfig
@@ -29,7 +30,7 @@ from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import parse_budget
 from dmcp.searching.subnets import make_chains
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import ResolvedTrainConfig, Retrain, SearchConfig, resolve_training
+from dmcp.settings import ResolvedTrainConfig, Retrain, SearchConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
 from dmcp.training.loop import Runtime

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Problem, loaded, samples_of
 from dmcp.errors import TrainingError
+from dmcp.fields import setting
 from dmcp.runtime.batches import device_of
 from dmcp.runtime.distributed import current
 from dmcp.searching.importance import (
@@ -23,7 +24,7 @@ from dmcp.searching.importance import (
     scores_of,
     strongest,
 )
-from dmcp.settings import Engine, setting
+from dmcp.settings import Engine
 from dmcp.tracing.modules import narrow
 from dmcp.tracing.widths import ChannelSpace
 from dmcp.training.loop import train

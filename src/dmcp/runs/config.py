@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dmcp import settings
+from dmcp.defaults import PAPER
 from dmcp.errors import DmcpError
+from dmcp.fields import AUTOMATIC, COMMANDS, RUNS, SEARCHES, TRAININGS, check, setting
 from dmcp.settings import (
-    AUTOMATIC,
-    COMMANDS,
-    RUNS,
-    SEARCHES,
-    TRAININGS,
+    MAX_SEED,
     Corrupt,
     Engine,
     FloatType,
@@ -24,7 +21,6 @@ from dmcp.settings import (
     RuntimeKind,
     SearchConfig,
     TrainConfig,
-    setting,
 )
 
 _MODEL_AND_DATA = "Model and data"
@@ -75,7 +71,7 @@ class RunConfig:
         option=None,
     )
     seed: int = setting(
-        0, "Random seed for data order, initialization and sampling.", 0, settings.MAX_SEED, group=_MODEL_AND_DATA
+        0, "Random seed for data order, initialization and sampling.", 0, MAX_SEED, group=_MODEL_AND_DATA
     )
 
     latency: str = setting(
@@ -211,7 +207,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        settings.check(self, DmcpError)
+        check(self, DmcpError)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -267,8 +263,8 @@ def _recipe(network: Mapping[str, Any], macs: str, retrain: Retrain) -> RunConfi
 RECIPES = {recipe.recipe: recipe for recipe in (_recipe(*row) for row in _PAPER)}
 RECIPES["paper"] = RunConfig(
     recipe="paper",
-    search=SearchConfig(budget="50%", **settings.PAPER["search"]),
-    train=TrainConfig(**settings.PAPER["train"]),
+    search=SearchConfig(budget="50%", **PAPER["search"]),
+    train=TrainConfig(**PAPER["train"]),
 )
 
 

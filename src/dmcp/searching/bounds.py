@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from dmcp.errors import WidthsError
-from dmcp.settings import Bound
+from dmcp.fields import Bound
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import ChannelSpace, Widths
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dmcp.budgets import Budget
+from dmcp.fields import Bound
 from dmcp.searching.bounds import width_bounds
 from dmcp.searching.budget import check_reachable, largest_allowed, spent_shares
-from dmcp.settings import Bound
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
 

@@ -8,12 +8,13 @@ from torch import Tensor
 from dmcp.arguments import Seed, Share, checked
 from dmcp.budgets import Budget
 from dmcp.errors import BudgetError
+from dmcp.fields import Bound
 from dmcp.markov import marginals, moment, sample_groups
 from dmcp.runtime.batches import as_generator
 from dmcp.searching.budget import parse_budget, spent_shares
 from dmcp.searching.records import SearchResult
 from dmcp.searching.rounding import FILLED, AllowedWidths, allowed_widths, round_to_budget
-from dmcp.settings import Bound, SearchConfig
+from dmcp.settings import SearchConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
 

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.arguments import checked
 from dmcp.budgets import Budget
+from dmcp.defaults import resolve_search
 from dmcp.errors import TrainingError, WidthsError
 from dmcp.markov import CERTAIN, group_sizes, merged
 from dmcp.runs.records import SearchRecord
@@ -29,7 +30,7 @@ from dmcp.searching.records import SearchResult, UnreadStep, missed_budget
 from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, make_chains, sort_by_importance
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Distill, Engine, Init, Precision, ResolvedSearchConfig, Sampling, SearchConfig, resolve_search
+from dmcp.settings import Distill, Engine, Init, Precision, ResolvedSearchConfig, Sampling, SearchConfig
 from dmcp.tracing.modules import modules_of, without_autocast
 from dmcp.training.distillation import is_of_classes, warn_of_distillation
 from dmcp.training.loop import Log, Runtime, Task, check_trainable, resume, with_distillation

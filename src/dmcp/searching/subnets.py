@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmcp.fields import Bound
 from dmcp.markov import bounded, marginals, rand, sample_groups
 from dmcp.runtime.batches import device_of
 from dmcp.searching.bounds import width_bounds
 from dmcp.searching.importance import Scores, first_samples, importance_in, norms
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Bound, Sampling
+from dmcp.settings import Sampling
 from dmcp.tracing.modules import narrow
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.arguments import checked
+from dmcp.defaults import resolve_training
 from dmcp.errors import TrainingError
 from dmcp.runs.records import StepRecord
 from dmcp.runtime.batches import (
@@ -31,7 +32,7 @@ from dmcp.runtime.checkpoint import DONE, Checkpointer, ResumableIterator, State
 from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine, resolve, suits_kernels
 from dmcp.runtime.progress import Update, each, overdue, phase, show_nothing, shown
-from dmcp.settings import Distill, Engine, Optimizer, TrainConfig, resolve_training
+from dmcp.settings import Distill, Engine, Optimizer, TrainConfig
 from dmcp.tracing.modules import call_model, kept_modes, without_autocast
 from dmcp.training import losses
 from dmcp.training.calibration import Forward
