@@ -41,8 +41,8 @@ EPOCH = 100  # steps after which images are shuffled again, so that any number o
 DRAWN = 1000
 POINTS = 100  # of the curve of expected costs
 SETTINGS: dict[str, dict[str, Any]] = {
-    "paper": PAPER["search"] | {"init": Init.RANDOM},
     "release": {"init": Init.ZERO, "sampling": Sampling.MIXED, "label_smoothing": 0.0, "align": 1},
+    "paper": PAPER["search"] | {"init": Init.RANDOM},
 }
 
 

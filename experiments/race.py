@@ -80,25 +80,27 @@ class Subject:
         side = settings.side or self.all.shape[-1]
         self.graph = dmcp.trace(self.model, torch.zeros(2, self.all.shape[0], side, side, device=self.device))
 
-    def batches(self, images: Any, batch: int, train: bool) -> Any:
-        """Batches of images; of those to be trained on, at most `EPOCH` before they are shuffled again."""
-        loader = open_loader(images, batch, train, self.seed, self.device, self.settings.side)
-        if train:
-            return FewBatches(loader, min(EPOCH, len(loader)))
-        return loader
+    def batches(self, images: Any, batch: int) -> Any:
+        """Batches of images that judge."""
+        return open_loader(images, batch, False, self.seed, self.device, self.settings.side)
+
+    def epochs(self, images: Any, batch: int, steps: int) -> Any:
+        """Batches of images to be trained on: at most `EPOCH` before they are shuffled again."""
+        loader = open_loader(images, batch, True, self.seed, self.device, self.settings.side)
+        return FewBatches(loader, min(EPOCH, len(loader), max(1, steps // 2)))
 
     def train(self, widths: Mapping[str, int], steps: int, images: Any, judged: Any, seed: int) -> dict[str, Any]:
         """Train a network of these widths from scratch; its loss and accuracy on other images."""
         start = time.perf_counter()
         network = dmcp.cut(self.model, self.graph, self.graph.widths(dict(widths)))
         dmcp.reinitialize(network, generator=torch.Generator().manual_seed(seed))
-        loader = self.batches(images, self.settings.batch, train=True)
+        loader = self.epochs(images, self.settings.batch, steps)
         loader.loader.seed = seed
         epochs = epochs_of(steps, loader)
         config = dmcp.TrainConfig(epochs=epochs, lr=self.settings.lr, weight_decay=5e-4, seed=seed)
         records = dmcp.train(network, loader, config, runtime=dmcp.Runtime(progress=False))
         seconds = time.perf_counter() - start
-        loss, accuracy = held_loss(network, self.batches(judged, 500, train=False))
+        loss, accuracy = held_loss(network, self.batches(judged, 500))
         train_loss = fmean(record.loss for record in records[-len(loader) :])
         return {"loss": loss, "accuracy": accuracy, "train_loss": train_loss, "seconds": round(seconds, 1)}
 
@@ -126,7 +128,7 @@ def measure(settings: argparse.Namespace, budget: str, seed: int, finder: Finder
 
     # Widths to choose from.
     start = time.perf_counter()
-    loader = subject.batches(subject.rest, settings.search_batch or settings.batch, train=True)
+    loader = subject.epochs(subject.rest, settings.search_batch or settings.batch, settings.search_steps)
     epochs = epochs_of(settings.search_steps, loader)
     more: dict[str, Any] = {} if settings.sampling is None else {"sampling": settings.sampling}
     config = dmcp.SearchConfig(

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ import dmcp
 from dmcp import models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+import moves
 import race
 
 TINY = "digits:resnet digits --budget 50% --seeds 1 --batch 32 --search-steps 4 --race-steps 2 --steps 3 --out"
@@ -69,3 +71,72 @@ def test_recorded_trainings_are_compared_seed_by_seed(tmp_path: Path) -> None:
         ["-0.100", "+1.00", "searched", "+1.00"],
         ["+0.100", "-1.00", "uniform", "+0.00"],
     ]
+
+
+def test_exchanges_widen_one_space_and_narrow_another_at_equal_cost(graph: dmcp.ChannelGraph) -> None:
+    budget = dmcp.parse_budget("50%", graph)
+    start = dmcp.uniform(graph, budget, align=1).tensor()
+    trials, pairs = moves.exchanges(graph, budget, start, 1)
+    assert len(trials) > len(start)
+    for trial, (wide, thin) in zip(trials, pairs.tolist(), strict=True):
+        assert trial[wide] > start[wide] and trial[thin] < start[thin]
+        assert int((trial != start).sum()) == 2
+        assert 0.95 <= graph.macs(graph.widths(trial.tolist())) / budget.limits[0].target <= 1
+
+
+def test_a_planted_price_is_found_from_differences_and_followed(graph: dmcp.ChannelGraph) -> None:
+    """Losses of two samples of a step share an offset; only the first space is worth something."""
+    random = np.random.default_rng(0)
+    full = graph.full.tensor()
+    widths = torch.from_numpy(random.integers(1, full.numpy() + 1, (400, 2, len(full))))
+    terms = moves.terms_of(graph, widths.flatten(end_dim=1)).reshape(400, 2, -1)
+    truth = -0.5 * terms[..., 0] + 0.1 * terms[..., len(full)]
+    losses = truth + random.normal(size=(400, 1)) + random.normal(scale=0.05, size=(400, 2))
+    prices = moves.fit_differences(terms, losses)
+    assert prices[0] == pytest.approx(-0.5, abs=0.05)
+    assert np.abs(np.delete(prices, [0, len(full)])).max() < 0.06
+
+    budget = dmcp.parse_budget("50%", graph)
+    start = dmcp.uniform(graph, budget, align=1).tensor()
+    exact = np.zeros_like(prices)
+    exact[0] = -0.5
+
+    def losses_of(rows: torch.Tensor) -> list[float]:
+        return (moves.terms_of(graph, rows) @ exact).tolist()
+
+    for climb in (moves.climb, moves.climb_free):
+        end = climb(graph, budget, start, 1, losses_of)
+        assert end[0] > start[0] and graph.macs(graph.widths(end.tolist())) <= budget.limits[0].target
+
+
+def test_tiny_moves_are_judged_and_the_search_is_the_same(tmp_path: Path) -> None:
+    settings = race.options(None).parse_args([*TINY.split(), str(tmp_path / "moves.jsonl")])
+    race.measure_all(settings, lambda: moves.Moves(3, 32, 1))
+    (row,) = race.rows_of(settings.out)
+    names = {race.UNIFORM, race.SEARCHED, race.HALF_WAY, "moves", "surrogate", "random 0", "random 1", "random 2"}
+    assert set(row["hard"]) == set(row["predicted"]) == set(row["trained"]) == names
+    assert row["samples"] == 4
+    assert row["hard"]["moves"] <= min(row["hard"][name] for name in (race.UNIFORM, race.SEARCHED, race.HALF_WAY))
+    assert "surrogate" in moves.summarize([row]) and "random" not in moves.summarize([row]).split("Rank")[0]
+
+    settings.out = tmp_path / "race.jsonl"
+    race.measure_all(settings)
+    assert race.rows_of(settings.out)[0]["widths"][race.SEARCHED] == row["widths"][race.SEARCHED]
+    assert moves.search_steps.sample_gates.__name__ == "sample_gates"
+
+
+def test_the_hard_loss_is_that_of_the_network_that_is_cut(graph: dmcp.ChannelGraph) -> None:
+    settings = race.options(None).parse_args([*TINY.split(), "unused"])
+    subject = race.Subject(settings, 0)
+    net = dmcp.Supernet(subject.model, subject.graph, align=1)
+    before = {name: tensor.clone() for name, tensor in net.model.state_dict().items()}
+    widths = dmcp.random_widths(subject.graph, "50%", 0, align=1)
+    (judged,) = moves.Moves(0, 64, 2).hard(subject, net)(widths.tensor()[None])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.model.state_dict().items())
+
+    small = dmcp.cut(net.model, subject.graph, widths).train()
+    losses = []
+    for number, (x, y) in enumerate(subject.batches(subject.rest, 64)):
+        if number < 2:
+            losses.append(torch.nn.functional.cross_entropy(small(x), y, label_smoothing=0.1).item())
+    assert judged == pytest.approx(sum(losses) / 2, rel=1e-4)
