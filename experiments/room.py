@@ -489,7 +489,7 @@ def main() -> None:
     parser.add_argument("--budget", action="append", help="as dmcp prune takes it; repeatable")
     parser.add_argument("--model-args", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--root", default="data", help="folder of cifar10")
-    parser.add_argument("--side", type=int, default=0, help="pixels that images are enlarged to")
+    parser.add_argument("--side", type=int, default=0, help="pixels that images are scaled to")
     parser.add_argument("--structures", type=int, default=30)
     parser.add_argument("--uniform", type=int, default=4, help="seeds of uniform widths")
     parser.add_argument("--best", type=int, default=0, help="seeds of the best structure of the fit")

@@ -26,7 +26,10 @@ from dmcp.models import build
 from dmcp.runtime import distributed as ranks
 from dmcp.runtime.batches import share_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, current
+from dmcp.searching.importance import first_samples, scores_of
 from dmcp.searching.search import SearchWarning
+from dmcp.training.distillation import is_of_classes
+from dmcp.training.loop import Task, with_distillation
 
 STEPS = 5  # in an epoch
 
@@ -120,6 +123,31 @@ def measure_whole(world: World) -> dict[str, Any]:
     with pytest.raises(dmcp.DmcpError) as error:
         dmcp.evaluate(model, own, Macro(gather=False))
     return {"own": dmcp.evaluate(model, own, Macro()), "parts": str(error.value)}
+
+
+def score_channels(world: World) -> dict[str, Tensor]:
+    """The importance of channels where only the first rank has samples."""
+    torch.manual_seed(0)
+    model = Plain()
+    graph = dmcp.trace(model, torch.zeros(2, 1, 8, 8))
+    images = digits().tensors[0][: 8 if world.first else 0]
+    return dict(scores_of(model, graph, first_samples([(images,)], torch.device("cpu"))))
+
+
+def read_loss(world: World) -> bool:
+    """Whether a loss distils class scores that shows it by the batch of the first rank only; the last one has none."""
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        if batch[1].any():
+            return F.cross_entropy(output, batch[1])
+        return F.mse_loss(output, torch.zeros_like(output))
+
+    images, labels = (tensor[:8] for tensor in digits().tensors)
+    batches = [(images, labels * (world.rank == 0))]
+    if 0 < world.rank == world.size - 1:
+        batches = [(images[:0], labels[:0])]
+    task = with_distillation(Task(loss=loss), Plain(), batches)
+    return task.distillation is not None and is_of_classes(task.distillation)
 
 
 def plain(world: World) -> Plain:
@@ -262,6 +290,7 @@ def everything(batch: int, folder: Path, port: int) -> None:
         check_gradients(count, world)
     check_values(world)
     found = train_plain(world, batch) | {"normed": train_normed(world, 64), "measured": measure_whole(world)}
+    found |= {"scores": score_channels(world), "of classes": read_loss(world)}
     torch.save(found, folder / f"rank{world.rank}.new")
     (folder / f"rank{world.rank}.new").rename(folder / f"rank{world.rank}.pt")
     while True:

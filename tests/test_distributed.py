@@ -169,6 +169,18 @@ def test_ranks_measure_a_whole_data_set_together(together: list[dict[str, Any]])
         assert found["own"] == wanted and "it must gather" in found["parts"]
 
 
+def test_a_rank_without_samples_scores_channels_as_the_others(together: list[dict[str, Any]]) -> None:
+    alone = programs.score_channels(SINGLE_PROCESS)
+    assert all(gap(rank["scores"], alone) < NEAR for rank in together)
+    assert all(gap(rank["scores"], together[0]["scores"]) == 0 for rank in together)
+    assert all(float(score.std()) > 10 * NEAR for score in alone.values())
+
+
+def test_the_first_rank_says_what_a_loss_distils(together: list[dict[str, Any]]) -> None:
+    assert programs.read_loss(SINGLE_PROCESS)
+    assert [rank["of classes"] for rank in together] == [True] * 3
+
+
 def statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means and variances, without the counters of batches."""
     return {name: tensor for name, tensor in buffers.items() if "running" in name}

@@ -18,7 +18,7 @@ from dmcp.arguments import checked
 from dmcp.errors import DataError
 from dmcp.runtime.batches import FewBatches, device_of, input_of, is_used_up, on_device, size_of, widest
 from dmcp.runtime.checkpoint import untouched
-from dmcp.runtime.distributed import current, sum_values
+from dmcp.runtime.distributed import current, gather, sum_values
 from dmcp.searching.supernet import Supernet
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.layout import Atom, Layout, in_spaces
@@ -149,7 +149,8 @@ def importance(model: nn.Module, graph: ChannelGraph, batches: Iterable[Any]) ->
     relative to their size. Channels of a space that the outputs do not depend on are scored by their filters.
 
     No labels and no loss are used, only the inputs of the batches. The model, its BatchNorm statistics and all random
-    states stay as they are, and the same batches give the same scores. With several ranks, all get the mean score.
+    states stay as they are, and the same batches give the same scores. With several ranks, all get the mean over the
+    samples of all.
     """
     return importance_in(Supernet(model, graph), batches)
 
@@ -163,7 +164,9 @@ def importance_in(net: Supernet, batches: Iterable[Any]) -> dict[str, Tensor]:
 
     with untouched(batches, device):
         samples = list(itertools.islice(_samples(batches), _DIRECTIONS))
-    if not samples:
+    world = current()
+    count = int(sum_values(torch.tensor(len(samples)), world))  # a rank may have none
+    if not count:
         raise DataError("The importance of channels needs at least one batch, but the loader gave none.")
     with kept_modes(net), torch.enable_grad():
         net.eval()
@@ -175,8 +178,7 @@ def importance_in(net: Supernet, batches: Iterable[Any]) -> dict[str, Tensor]:
                 sizes = [part.detach().abs().mean().clamp(min=1e-12) for part in parts]
             scores += _slope(parts, sizes, factors, random).square()
 
-    world = current()
-    means = sum_values(scores / len(samples), world).cpu().nan_to_num() / world.size
+    means = sum_values(scores, world).cpu().nan_to_num() / count
     by_space = torch.split(means, [space.size for space in net.graph.spaces])
     result = norms(net.model, net.graph)
     for space, score in zip(net.graph.spaces, by_space, strict=True):
@@ -187,7 +189,7 @@ def importance_in(net: Supernet, batches: Iterable[Any]) -> dict[str, Tensor]:
 
 def scores_of(model: nn.Module, graph: ChannelGraph, samples: Sequence[Any]) -> dict[str, Tensor]:
     """The importance of channels; the norms of their filters where there are no samples, or gates would be lost."""
-    if not samples or graph.loses_gates:
+    if graph.loses_gates or not has_samples(samples):
         return norms(model, graph)
     return importance(model, graph, samples)
 
@@ -200,6 +202,11 @@ def first_samples(batches: Iterable[Any] | None, device: torch.device) -> list[A
         batches = batches.loader  # whose workers are to stay as they are
     with untouched(batches, device):
         return [(x,) for x in itertools.islice(_samples(batches), _DIRECTIONS)]
+
+
+def has_samples(samples: Sequence[Any]) -> bool:
+    """Whether any rank has some: its channels are then scored together with those of ranks that have none."""
+    return any(gather(bool(samples), current()))
 
 
 def _samples(batches: Iterable[Any]) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from dmcp.fields import Bound
 from dmcp.markov import bounded, marginals, rand, sample_groups
 from dmcp.runtime.batches import device_of
 from dmcp.searching.bounds import width_bounds
-from dmcp.searching.importance import Scores, first_samples, importance_in, norms
+from dmcp.searching.importance import Scores, first_samples, has_samples, importance_in, norms
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import Sampling
 from dmcp.tracing.modules import narrow
@@ -84,7 +84,7 @@ def sort_by_importance(net: Supernet, batches: Iterable[Any] | None) -> None:
     """Order the channels of every space by their importance on these batches, in place; without any, by their norms."""
     samples = first_samples(batches, device_of(net))
     scores = None
-    if samples:
+    if has_samples(samples):
         scores = importance_in(net, samples)
     sort_channels(net, scores)
 

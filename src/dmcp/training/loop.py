@@ -29,7 +29,7 @@ from dmcp.runtime.batches import (
     widest,
 )
 from dmcp.runtime.checkpoint import DONE, Checkpointer, ResumableIterator, State, seeded, untouched
-from dmcp.runtime.distributed import World, current, mean_gradients, mean_values, share_tensors, sum_values
+from dmcp.runtime.distributed import World, current, gather, mean_gradients, mean_values, share_tensors, sum_values
 from dmcp.runtime.engine import ResolvedEngine, resolve, suits_kernels
 from dmcp.runtime.progress import Update, each, overdue, phase, show_nothing, shown
 from dmcp.settings import Distill, Engine, Optimizer, TrainConfig
@@ -88,15 +88,19 @@ class Task:
 
 
 def with_distillation(task: Task, model: nn.Module, loader: Iterable[Any]) -> Task:
-    """The task with what its own loss shows about distillation on the first batch, unless the task itself says it."""
+    """The task with what its own loss shows about distillation on the first batch, unless the task itself says it.
+
+    Ranks have batches of their own, which may show different things: what rank 0 sees holds for all.
+    """
     if task.loss is None or task.distill is not None:
         return task
     device = device_of(model)
     with untouched(loader, device):
         first = peek(loader)
-    if not first:
-        return task
-    return replace(task, distill=distillation_by_loss(task.loss, model, on_device(first[0], device)))
+    distill = None
+    if first:
+        distill = distillation_by_loss(task.loss, model, on_device(first[0], device))
+    return replace(task, distill=gather(distill, current())[0])
 
 
 @dataclass(frozen=True)
