@@ -296,6 +296,34 @@ def test_a_run_that_is_killed_in_a_race_ends_in_the_same_bits(weights: str, monk
     assert whole["samples"] == 283
 
 
+def test_a_run_that_finds_no_budget_ends_with_its_reason(
+    weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dmcp.within.points_lost", lambda *_: 99.0)
+    assert command("prune", *NET, "--weights", weights, "--within", "1", "--retrain", "none", "--out", "runs/a") == 2
+    reason = capsys.readouterr().err.strip()
+    assert "Allow a larger loss" in reason
+
+    assert command("runs", "runs", "--json") == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert run["state"] == "failed" and reason.endswith(run["progress"]) and "larger loss" in run["progress"]
+    assert command("report", "runs/a") == 0
+    page = Path("report.html").read_text()
+    assert "Allow a larger loss" in page and "--resume" not in page
+    assert not Path("runs/a/checkpoints").exists()
+    capsys.readouterr()
+    assert command("prune", "--resume", "runs/a", "--quiet") == 2
+    assert "Allow a larger loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [("--retrain", "scratch"), ("--teacher", "unpruned")])
+def test_trainings_that_within_cannot_compare_are_refused_at_the_door(
+    wrong: tuple[str, str], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmcp.cli.session.open_checked", lambda *_: pytest.fail("the network was built first"))
+    assert command("prune", *NET, "--weights", weights, "--within", "2", *wrong) == 2
+
+
 def test_a_dry_run_has_the_races(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
     within = ("prune", *NET, "--weights", weights, "--within", "0.5", "--budget", "params", "--dry-run", "--json")
     assert command(*within) == 0

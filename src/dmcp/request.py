@@ -22,7 +22,7 @@ from dmcp.retraining import Retraining, check_teacher_use, copy_of_teacher, is_m
 from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM, UNPRUNED
 from dmcp.runtime.batches import HELD_OUT, FewBatches, Loader, device_of, hold_out, length_of, size_of
 from dmcp.runtime.distributed import current
-from dmcp.settings import AUTO, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig
+from dmcp.settings import AUTO, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig, check_within
 from dmcp.training.distillation import is_of_classes, warn_of_distillation
 from dmcp.training.loop import Task
 from dmcp.training.preflight import can_teach, classes_of
@@ -213,17 +213,6 @@ def read_spec_within(search: SearchConfig | None, budget: Spec | Sequence[Spec] 
     if len(kinds) > 1:
         raise BudgetError(f"within lowers one kind of cost, but the search settings limit {', '.join(kinds)}.")
     return search.budget
-
-
-def check_within(retrain: Retrain, teacher: nn.Module | str | None) -> None:
-    """Refuse trainings from fresh weights, which a short one does not predict, and a teacher that is untrained."""
-    if retrain not in (Retrain.FINETUNE, Retrain.NONE):
-        raise TrainingError(
-            f'within compares networks after short trainings from their own weights: retrain must be "finetune" or '
-            f'"none", not "{retrain}".'
-        )
-    if teacher == UNPRUNED:
-        raise TrainingError('within needs a trained model, which is then the teacher: leave out teacher="unpruned".')
 
 
 def with_held_out(loaders: Loaders) -> Loaders:

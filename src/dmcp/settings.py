@@ -363,3 +363,17 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         check(self, BudgetError)
+
+
+# settings that contradict each other
+
+
+def check_within(retrain: Retrain, teacher: object) -> None:
+    """Refuse trainings from fresh weights, which a short one does not predict, and a teacher that is untrained."""
+    if retrain not in (Retrain.FINETUNE, Retrain.NONE):
+        raise TrainingError(
+            f'within compares networks after short trainings from their own weights: retrain must be "finetune" or '
+            f'"none", not "{retrain}".'
+        )
+    if teacher == UNPRUNED:
+        raise TrainingError('within needs a trained model, which is then the teacher: leave out teacher="unpruned".')

@@ -15,7 +15,7 @@ from dmcp.models import is_harmless
 from dmcp.runs.config import RunConfig, find_recipe
 from dmcp.runs.files import SETTINGS, is_run, read_json
 from dmcp.runtime.io import from_plain, quote
-from dmcp.settings import AUTO, UNPRUNED, Retrain, SearchConfig
+from dmcp.settings import AUTO, UNPRUNED, Retrain, SearchConfig, check_within
 
 GIVEN = "given"  # the teacher that is the network of --weights
 
@@ -186,6 +186,8 @@ def make_config(request: Request) -> RunConfig:
             raise DmcpError(f"--{name} is missing: see dmcp {request.command} --help.")
     if config.within is not None and not config.weights:
         raise DmcpError("--within compares with a trained network: give its --weights, which dmcp train writes.")
+    if config.within is not None:
+        check_within(config.retrain, config.teacher)
     if config.teacher == GIVEN and not config.weights:
         raise DmcpError("--teacher given means the network of --weights, but --weights is missing.")
     if config.teacher_model and config.teacher in ("", AUTO, GIVEN, UNPRUNED):

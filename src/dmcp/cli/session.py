@@ -27,14 +27,14 @@ from dmcp.cli.config import Request, needs_typing, option_word
 from dmcp.cli.job import Job, open_checked
 from dmcp.cli.output import Replaced, describe_replaced, log
 from dmcp.data.datasets import BUILT_IN, preprocessing
-from dmcp.errors import DataError, FileError, StoppedError
+from dmcp.errors import BudgetError, DataError, FileError, StoppedError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.timing import device_name
 from dmcp.fields import describe
 from dmcp.report.trackers import Tracker, read_kinds
 from dmcp.retraining import DivergenceWarning
 from dmcp.runs.config import RunConfig
-from dmcp.runs.files import INPUT, LOG, REPLACED, SETTINGS, STARTS, read_json
+from dmcp.runs.files import FAILED, INPUT, LOG, REPLACED, SETTINGS, STARTS, read_json
 from dmcp.runs.writing import START, Run, free_folder, refuse_taken, slug
 from dmcp.runtime import progress
 from dmcp.runtime.batches import device_of
@@ -181,9 +181,11 @@ def _taken(run: Run, job: Job, resume: Checkpointer | None) -> Iterator[None]:
         with (run.folder / SETTINGS).open() as settings, (run.folder / LOG).open() as records:
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 if resume is None and not run.lines() and _has_only_begun(run.folder):
                     shutil.rmtree(run.folder)
+                elif isinstance(error, BudgetError):  # so would it end whenever it is resumed
+                    run.fail(str(error))
                 raise
             if not all(os.fstat(file.fileno()).st_nlink for file in (settings, records)):
                 raise FileError(f"{run.folder}: {SETTINGS} or {LOG} was removed during the run: start a new run.")
@@ -198,6 +200,9 @@ def _resume(run: Run, job: Job, checkpointer: Checkpointer) -> None:
     """Take a run up where its checkpoints are."""
     if run.done:
         run.close()  # if it was killed just before
+        if (run.folder / FAILED).is_file():
+            reason = read_json(run.folder / FAILED)["reason"]
+            raise FileError(f"{run.folder}: this run has ended without a result: {reason}")
         raise FileError(f"{run.folder}: this run is finished; dmcp report {shlex.quote(str(run.folder))} shows it.")
     run.rewind(checkpointer)
     stored = read_json(run.folder / SETTINGS)

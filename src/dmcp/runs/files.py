@@ -22,6 +22,7 @@ LOG = "log.jsonl"  # every logged step, and the tested networks
 TIMES = "times.jsonl"  # milliseconds of the tested networks, which differ between equal runs
 CHECKPOINTS = "checkpoints"  # a folder with a folder for each stage, until the run is done
 REPORT = "report.md"
+FAILED = "failed.json"  # why a run ended without a result
 REPLACED = "replaced.json"  # image files that could not be read, and were replaced by others
 OUTCOME = "outcome.json"  # how a latency limit ended
 WITHIN = "within.json"  # how a budget was chosen for a loss that is allowed
@@ -43,7 +44,7 @@ def is_run(folder: Path) -> bool:
 
 def is_done(folder: Path) -> bool:
     """Whether nothing is left to do in the folder of a run."""
-    if (folder / REPORT).is_file():
+    if any((folder / name).is_file() for name in (REPORT, FAILED)):
         return True
     has_result = any((folder / name).is_file() for name in (WIDTHS, PREPARED))
     return has_result and not (folder / CHECKPOINTS).exists()

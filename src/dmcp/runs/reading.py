@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dmcp.errors import FileError
 from dmcp.runs.files import (
     EXPORTED,
+    FAILED,
     LOG,
     OUTCOME,
     REPORT,
@@ -69,6 +70,7 @@ class PastRun:
     latency: LatencyOutcome | None = None
     within: WithinOutcome | None = None
     exported: ExportTimes | None = None
+    failure: str = ""  # why it ended without a result
     running: bool = False
     problems: tuple[str, ...] = ()  # what could not be read
 
@@ -87,9 +89,11 @@ class PastRun:
 
     @property
     def state(self) -> str:
-        """One of: damaged, done, running, stopped."""
+        """One of: damaged, failed, done, running, stopped."""
         if self.problems:
             return "damaged"
+        if self.failure:
+            return "failed"
         if self.done:
             return "done"
         if self.running:
@@ -168,7 +172,7 @@ class PastRun:
             "data": self.setting("data"),
             "budget": self.budget,
             "state": self.state,
-            "progress": "" if self.done else self.progress,
+            "progress": self.failure if self.done else self.progress,
             "accuracy": accuracy,
             "macs": macs,
             "macs_share": self.share("macs"),
@@ -236,6 +240,10 @@ def read_overview(folder: Path, tail: int = 0) -> PastRun:
         file = WITHIN
         if (folder / WITHIN).is_file():
             facts["within"] = from_plain(WithinOutcome, read_json(folder / WITHIN))
+
+        file = FAILED
+        if (folder / FAILED).is_file():
+            facts["failure"] = make_printable(str(read_json(folder / FAILED)["reason"]))
 
         file = EXPORTED
         if (folder / EXPORTED).is_file():

@@ -15,7 +15,7 @@ from typing import Any
 from dmcp.errors import FileError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.results import divergence
-from dmcp.runs.files import CHECKPOINTS, INPUT, LOG, SETTINGS, TIMES, is_done, is_run, read_lines, read_stage
+from dmcp.runs.files import CHECKPOINTS, FAILED, INPUT, LOG, SETTINGS, TIMES, is_done, is_run, read_lines, read_stage
 from dmcp.runs.records import Row
 from dmcp.runs.saved_search import save_search
 from dmcp.runtime.checkpoint import Checkpointer, load_checkpoint
@@ -142,6 +142,11 @@ class Run:
     def done(self) -> bool:
         """Whether nothing is left to do."""
         return is_done(self.folder)
+
+    def fail(self, reason: str) -> None:
+        """End a run that can have no result, and say why."""
+        self.write(FAILED, {"reason": reason})
+        self.close()
 
     def close(self) -> None:
         """Remove the checkpoints."""
