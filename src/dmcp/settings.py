@@ -61,7 +61,7 @@ class Retrain(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """What moves the weights in the final training."""
+    """What moves the weights."""
 
     SGD = "sgd"  # with momentum: its rates suit BatchNorms and class scores
     ADAMW = "adamw"  # its steps do not depend on the scale of weights and losses
@@ -244,7 +244,7 @@ _ALIGN = (
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """Settings of a search; learning rates are for a batch of 1024, as in the paper.
+    """Settings of a search; learning rates of sgd are for a batch of 1024, as in the paper.
 
     Settings that are None are unset: `prune` and the command line choose them for the network and its data, `search` on
     its own takes those for a network that is not trained. These, and the other defaults, are the paper's, except for
@@ -331,10 +331,16 @@ class SearchConfig:
     min_lr: float | None = setting(
         None, "Final learning rate of the cosine schedule. Default: a tenth of lr.", 0, option=None
     )
-    reference_batch: int = setting(
-        1024, "Batch size for lr and min_lr, which are scaled linearly for other sizes.", 1, option=None
+    optimizer: Optimizer | None = setting(
+        None,
+        "Optimizer of the weights: sgd or adamw. Default: sgd if lr is set, or for class scores of a network with "
+        "BatchNorms; else adamw.",
+        option=None,
     )
-    momentum: float = setting(0.9, "Nesterov momentum of the weights.", 0, below=1, option=None)
+    reference_batch: int = setting(
+        1024, "Batch size for lr and min_lr of sgd, which are scaled linearly for other sizes.", 1, option=None
+    )
+    momentum: float = setting(0.9, "Nesterov momentum of sgd.", 0, below=1, option=None)
     weight_decay: float | None = setting(None, _DECAY, 0, group="Training", shown=AUTOMATIC)
     label_smoothing: float = setting(0.1, _SMOOTHING, 0, below=1, group="Training")
     alpha_lr: float = setting(
@@ -380,6 +386,7 @@ class ResolvedSearchConfig(SearchConfig):
     budget_weight: float
     lr: float
     min_lr: float
+    optimizer: Optimizer
     weight_decay: float
     sharpen: float
 
@@ -532,6 +539,7 @@ _SEARCH: dict[str, Any] = {  # of a network that is not trained
     "init": Init.TARGET,
     "budget_weight": 0.1,
     "lr": 0.2,
+    "optimizer": Optimizer.SGD,
     "weight_decay": 1e-4,
     "sharpen": 1.0,
 }
@@ -547,6 +555,7 @@ _TRAINED_SEARCH: dict[str, Any] = {  # what differs for a trained network: exper
 }
 _TRAIN: dict[str, Any] = {"epochs": 100, "optimizer": Optimizer.SGD, "lr": 0.8, "weight_decay": 1e-4}
 _ADAMW_RATE = 1e-3  # for batches of any size: REPORT.md, "optimizers"
+_WHY_ADAMW = "no rate of sgd suits all networks without BatchNorms and all losses"
 _FINETUNE_EPOCHS = 20  # of a trained network
 _KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # these keep the weights of the search
 _SEARCH_IMAGES = 50_000  # that are enough for the search of a trained network
@@ -567,6 +576,8 @@ _HEAVY_BATCH = 64
 def resolve_search(config: SearchConfig, values: Mapping[str, Any] = _SEARCH) -> ResolvedSearchConfig:
     """The settings with these values where they are unset; by default those for a network that is not trained."""
     filled = _filled(config, values)
+    if filled["optimizer"] is Optimizer.ADAMW and config.lr is None:
+        filled["lr"] = _ADAMW_RATE
     if config.min_lr is None:
         filled["min_lr"] = filled["lr"] / 10
     return ResolvedSearchConfig(**filled)
@@ -647,7 +658,9 @@ def resolve(
         why_optimizer = "learning rates that are set are those of sgd"
     elif not suits_sgd:
         train_values["optimizer"] = Optimizer.ADAMW
-        why_optimizer = "no rate of sgd suits all networks without BatchNorms and all losses"
+        why_optimizer = _WHY_ADAMW
+    if search.lr is None and not suits_sgd:
+        search_values["optimizer"] = Optimizer.ADAMW
 
     # So do the epochs; the search of a trained network may need less than one.
     search_images = 0
@@ -683,7 +696,9 @@ def resolve(
     if search.epochs is None:
         passes = f"1 pass over {search_images:,} images" if search_images else resolved_search.epochs
         reasons["search_epochs"] = f"{passes}: {why_search_epochs}"
-    if search.lr is None:
+    if search.lr is None and resolved_search.optimizer is Optimizer.ADAMW:
+        reasons["search_lr"] = f"{resolved_search.lr:g} of adamw: {_WHY_ADAMW}"
+    elif search.lr is None:
         at_batch = f"{resolved_search.lr:g} at a batch of {resolved_search.reference_batch}"
         reasons["search_lr"] = f"{at_batch}: {why_search_rate}"
     if search.warmup is None:
