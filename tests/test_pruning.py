@@ -287,6 +287,18 @@ def test_without_a_search_the_channels_stay_that_the_outputs_depend_on(method: s
     assert [row.name for row in result.rows] == [ORIGINAL, method]
 
 
+def test_channels_are_scored_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph, loaders = trained()
+    expected = [dmcp.prune(model, *loaders, it, method="sensitivity", retrain="none").model for it in ("70%", "40%")]
+    calls = []
+    importance = dmcp.importance
+    monkeypatch.setattr("dmcp.searching.importance.importance", lambda *it: calls.append(it) or importance(*it))
+    result = dmcp.prune(model, *loaders, ["70%", "40%"], method="sensitivity", retrain="none", graph=graph)
+    assert len(calls) == 1
+    for network, of_budget in zip(expected, result.by_budget.values(), strict=True):
+        assert same(state(network), state(of_budget.model))
+
+
 def test_what_a_method_cuts_is_trained_like_the_rest() -> None:
     model, graph, loaders = trained()
     short = TrainConfig(epochs=2, lr=0.4, warmup_lr=0.4, warmup_epochs=0)

@@ -473,6 +473,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
             )
             model = pretrained.networks[UNPRUNED]
 
+    source = Source(model=model, graph=job.graph, searched=False, samples=samples)
     low, high = reachable(job.graph, job.search)
     first_budget = next(iter(job.budgets.values()))
     problem = Problem(
@@ -485,13 +486,13 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
         min_widths=low,
         max_widths=high,
         align=job.search.align,
+        score=lambda: source.scores,
         seed=job.search.seed,
         task=job.task,
         runtime=job.runtime,
     )
     chooses_once = len(job.budgets) == 1 and not limits_latency(first_budget) and job.within is None
     choose = chooser(job.method, problem, chooses_once)
-    source = Source(model=model, graph=job.graph, searched=False, samples=samples)
     return Selector(source=source, choose=choose, trained=pretrained)
 
 

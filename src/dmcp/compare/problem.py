@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from dmcp.runtime.batches import Loader, device_of, on_device, size_of
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine, resolve
 from dmcp.searching.budget import check_reachable, spent_shares
+from dmcp.searching.importance import Scores
 from dmcp.searching.rounding import FILLED, TOLERANCE, AllowedWidths, round_to_budget
 from dmcp.searching.sampling import uniform
 from dmcp.settings import Engine, ResolvedTrainConfig
@@ -51,6 +52,7 @@ class Problem:
     min_widths: Widths
     max_widths: Widths | None = None  # None: the full widths
     align: int | None = None  # widths are multiples of this
+    score: Callable[[], Scores] | None = None  # of the channels of the model, computed once for all budgets
     seed: int = 0  # for all random numbers of a method
     task: Task = Task()
     runtime: Runtime = Runtime()  # a method that trains takes runtime.stage(CHOOSING)

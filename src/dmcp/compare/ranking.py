@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,16 +69,12 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
 
 def find_sensitivity(problem: Problem, config: MethodConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Keep the channels that the outputs depend on most, the same share of every space; no labels are used."""
-    samples = first_samples(problem.loader, device_of(problem.model))
-
-    @functools.cache
-    def scores(model: nn.Module) -> dict[str, Tensor]:
-        return scores_of(model, problem.graph, samples)
-
-    def score(model: nn.Module, space: ChannelSpace) -> Tensor:
-        return scores(model)[space.name]
-
-    return keep_strongest(problem, state, score)
+    if problem.score is not None and state is None:
+        scores = problem.score()
+    else:
+        samples = first_samples(problem.loader, device_of(problem.model))
+        scores = scores_of(loaded(problem, state), problem.graph, samples)
+    return keep_strongest(problem, state, lambda model, space: scores[space.name])
 
 
 # network slimming
