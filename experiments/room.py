@@ -2,7 +2,7 @@
 
     python experiments/room.py cifar:resnet20 cifar10 --budget 50% --budget 15% --out rooms.jsonl
     python experiments/room.py resnet18 SHARDS --budget latency:62% --side 64 --out rooms.jsonl --jobs 4
-    python experiments/room.py unet:UNet cifar10 --noise 0.4 --lr 0.002 --budget 30% --out rooms.jsonl
+    python experiments/room.py small_networks:UNet cifar10 --noise 0.4 --lr 0.002 --budget 30% --out rooms.jsonl
     python experiments/room.py --fit rooms.jsonl
     python experiments/room.py resnet18 SHARDS ... --best 3    # then train the best structure of the fit, three times
 

@@ -97,13 +97,22 @@ def test_a_room_is_shown_with_its_best_structure(tmp_path: Path, capsys: pytest.
     assert shown.count("(2)") == len(room.MEASURES)
 
 
+@pytest.mark.parametrize(("model", "spaces"), [("VGG16", 13), ("UNet", 10)])
+def test_networks_of_rooms_can_be_narrowed_everywhere(model: str, spaces: int) -> None:
+    ours = ROOM | {"model": f"small_networks:{model}", "noise": float(model == "UNet")}
+    graph = room.open_graph(ours)[1]
+    assert len(graph.spaces) == spaces and graph.prunable_share > 0.99
+    rows = room.structures(graph, dmcp.parse_budget("15%", graph), 3, align=None)
+    assert all(0.14 < graph.macs(graph.widths(row)) / graph.macs() <= 0.15 for row in rows)
+
+
 def test_a_denoiser_is_trained_and_judged_by_its_psnr(tmp_path: Path) -> None:
     """Noise is new in every epoch; a network of other widths learns to remove it, and the file tells it apart."""
     images = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 3), dtype=np.uint8)
     for part in ("train", "test"):
         np.savez(tmp_path / f"{part}-0.npz", images=images, labels=np.arange(60) % 2)
     settings = argparse.Namespace(data=str(tmp_path), root="", batch=18, side=0, noise=0.5)
-    common = {"model": "unet:UNet", "model_args": ["width=8"], "classes": 2, "side": 8, "noise": 0.5}
+    common = {"model": "small_networks:UNet", "model_args": ["width=8"], "classes": 2, "side": 8, "noise": 0.5}
     ours = common | {"data": tmp_path.name, "budget": "50%", "epochs": 3, "batch": 18, "lr": 2e-3}
     assert room.room_of(ours) != room.room_of(ours | {"noise": 0.0}) == room.room_of({**ours, "noise": 0.0})
 

@@ -1,10 +1,30 @@
-"""A small U-Net, for rooms of networks that are not classifiers: `room.py unet:UNet cifar10 --noise 0.4`."""
+"""Networks for rooms (experiments/room.py) that no library has at this size: a U-Net, and a VGG for small images."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+class VGG16(nn.Module):
+    """VGG-16 with BatchNorm as it is used for CIFAR: 13 convolutions, five poolings and one linear layer."""
+
+    def __init__(self, num_classes: int = 10, width: int = 64) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        inputs = 3
+        for scale, count in ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3)):
+            for _ in range(count):
+                outputs = scale * width
+                layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+                inputs = outputs
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(inputs, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).mean(dim=(2, 3)))
 
 
 class UNet(nn.Module):
