@@ -41,7 +41,7 @@ from dmcp.exporting.latency import BLOCKS, fit, measure_latency, sample_widths
 from dmcp.exporting.timing import forward_pass, time_in_turns
 from dmcp.models import rebuild, sample_shape
 from dmcp.runtime.engine import in_channels_last
-from dmcp.searching.rounding import allowed_widths
+from dmcp.searching.bounds import allowed_widths
 from dmcp.settings import LatencyConfig, LatencyMode, RuntimeKind
 from dmcp.tracing.modules import narrow
 

@@ -22,8 +22,9 @@ from dmcp.runtime.batches import device_of, size_of
 from dmcp.runtime.checkpoint import ResumableIterator, seeded
 from dmcp.runtime.distributed import SINGLE_PROCESS
 from dmcp.runtime.engine import resolve
+from dmcp.searching.bounds import AllowedWidths
 from dmcp.searching.budget import ratios
-from dmcp.searching.rounding import FILLED, AllowedWidths, round_to_budget
+from dmcp.searching.rounding import FILLED, round_to_budget
 from dmcp.searching.search import prepare_chains, uncounted
 from dmcp.searching.steps import StepContext, arch_step, weight_step
 from dmcp.searching.subnets import Chains, sample_gates

@@ -48,8 +48,9 @@ import dmcp
 from dmcp import models
 from dmcp.budgets import LATENCY, Budget, limits_latency
 from dmcp.exporting.latency_limit import timer_like
+from dmcp.searching.bounds import allowed_widths
 from dmcp.searching.budget import parse_budget, spent_shares
-from dmcp.searching.rounding import FILLED, allowed_widths, round_to_budget
+from dmcp.searching.rounding import FILLED, round_to_budget
 from dmcp.settings import Engine, LatencyConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.units import FS_PER_MS, table

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import dmcp
 from dmcp import pruning
+from dmcp.budgets import Budget, Limit
 from dmcp.errors import BudgetError, DmcpError, FileError, WidthsError
 from dmcp.exporting import latency as tables
 from dmcp.exporting.latency import Latency, fit, measure_latency, sample_widths
@@ -211,6 +212,44 @@ def test_the_steps_of_a_device_are_found_and_forecast(block: int, penalty: float
     sampled = sample_groups(alphas, net.sizes, 40_000, torch.Generator().manual_seed(0))
     assert graph.cost("latency", sampled).double().mean().item() == pytest.approx(mean, rel=5e-3)
     assert holds(parse_budget("latency:70%", graph), graph, dmcp.uniform(graph, "latency:70%"))
+
+
+def test_a_budget_is_refused_only_if_no_widths_meet_it() -> None:
+    """Where a device is slow at widths that are no multiples of 4, widths of 4 are faster than the smallest ones."""
+    _, graph = traced()
+    clock = functools.partial(staircase_ms, block=4, penalty=4.0)
+    graph = measured(clock, align=1).attach(graph)
+    low, high = graph.widths([3] * len(graph.spaces)), graph.full
+    everything = torch.cartesian_prod(*[torch.arange(3, space.size + 1) for space in graph.spaces])
+    times = graph.cost("latency", everything)
+    fastest = int(times.min())
+    assert fastest < graph.cost("latency", low)
+
+    reachable = Budget((Limit("latency", fastest),), "the fastest")
+    check_reachable(reachable, graph, low, high, 1)
+    assert graph.cost("latency", dmcp.uniform(graph, reachable, low, 1)) == fastest
+    out_of_reach = Budget((Limit("latency", fastest - 1),), "faster")
+    for refused in (
+        lambda: check_reachable(out_of_reach, graph, low, high, 1),
+        lambda: dmcp.uniform(graph, out_of_reach, low, 1),
+        lambda: check_reachable(reachable, graph, low, high, 3),  # no multiple of 4 but the full 8, which is slower
+        lambda: dmcp.uniform(graph, Budget((*reachable.limits, Limit("macs", graph.macs(low))), "both"), low, 1),
+    ):
+        with pytest.raises(BudgetError):
+            refused()
+
+    both = Budget((Limit("latency", round(1.05 * fastest)), Limit("macs", graph.macs() // 2)), "both")
+    assert holds(both, graph, dmcp.uniform(graph, both, low, 1))
+
+
+def test_prune_meets_a_budget_below_the_time_of_the_smallest_widths() -> None:
+    model, graph = traced()
+    clock = functools.partial(staircase_ms, block=4, penalty=4.0)
+    table = measured(clock, align=1)
+    smallest = table.latency_ms(graph.widths([3] * len(graph.spaces)))
+    search = replace(SEARCH, budget=f"{0.95 * smallest}ms", min_channels=3, align=1)
+    result = dmcp.prune(model, Noise(), Noise(1), search=search, retrain="none", latency=clock, teacher=None)
+    assert clock(result.model) <= 0.95 * smallest
 
 
 # widths that the device likes

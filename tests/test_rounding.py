@@ -12,8 +12,9 @@ from nets import Chain, Depthwise, Residual, traced
 from torch import Tensor
 
 from dmcp.errors import BudgetError
+from dmcp.searching.bounds import allowed_widths
 from dmcp.searching.budget import parse_budget, spent_shares
-from dmcp.searching.rounding import FILLED, TOLERANCE, allowed_widths, round_to_budget
+from dmcp.searching.rounding import FILLED, TOLERANCE, round_to_budget
 
 
 def all_widths(table: Tensor, last: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from dmcp.errors import BudgetError, DmcpError
 from dmcp.markov import bounded, sample_groups
 from dmcp.models import build, sample_shape
 from dmcp.runtime.batches import generator
+from dmcp.searching.bounds import AllowedWidths
 from dmcp.searching.budget import parse_budget, spent_shares
 from dmcp.searching.records import SearchResult
-from dmcp.searching.rounding import FILLED, AllowedWidths, round_to_budget
+from dmcp.searching.rounding import FILLED, round_to_budget
 from dmcp.searching.sampling import direct, expected, expected_widths, random_widths, uniform
 from dmcp.tracing.widths import ChannelSpace
 

@@ -27,12 +27,14 @@ from dmcp.training.loop import Runtime
 # before the search
 
 
-def parse_budgets(specs: Sequence[Spec], graph: ChannelGraph, low: Widths, high: Widths) -> dict[str, Budget]:
+def parse_budgets(
+    specs: Sequence[Spec], graph: ChannelGraph, low: Widths, high: Widths, align: int | None
+) -> dict[str, Budget]:
     """The budgets by name, as rows and folders are named; BudgetError if one is repeated or out of reach."""
     budgets: dict[str, Budget] = {}
     for spec in specs:
         budget = parse_budget(spec, graph)
-        check_reachable(budget, graph, low, high)
+        check_reachable(budget, graph, low, high, align)
         for earlier in budgets.values():
             if set(budget.limits) == set(earlier.limits):
                 raise BudgetError(f"The budget {budget.text!r} is given twice: give each once.")

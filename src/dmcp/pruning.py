@@ -48,6 +48,8 @@ from dmcp.runtime.checkpoint import digest_of_loader, plain_settings
 from dmcp.runtime.distributed import current
 from dmcp.runtime.progress import phase, plan, shown
 from dmcp.searching import search as searching
+from dmcp.searching.bounds import AllowedWidths
+from dmcp.searching.budget import cheapest_widths
 from dmcp.searching.importance import Scores, first_samples, scores_of
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected, filled, uniform
@@ -173,7 +175,7 @@ def prune(
     if within is not None:
         settings = with_reachable_start(settings, graph, ends)
         specs = [settings.budget]
-    budgets = parse_budgets(specs, graph, *ends)
+    budgets = parse_budgets(specs, graph, *ends, settings.align)
     job = resumable(
         PruneJob(
             model=model,
@@ -574,11 +576,13 @@ def _choose_within_latency(
 ) -> tuple[Picked, LatencyOutcome]:
     """Pick for a budget, and again as long as what is measured is not inside the limit or far below it."""
     lowest, highest = reachable(job.graph, job.search)
+    allowed = AllowedWidths(job.graph, lowest.tensor(), highest.tensor(), job.search.align)
+    fastest = allowed.widths(cheapest_widths(budget, job.graph, allowed))
     return choose_within_latency(
         pick,
         budget,
         job.graph,
-        lowest=job.graph.cost(LATENCY, lowest),
+        lowest=job.graph.cost(LATENCY, job.graph.widths(fastest)),
         highest=job.graph.cost(LATENCY, highest),
         model=job.model,
         timer=job.timer,

@@ -96,7 +96,7 @@ def prune(
     with showing(runtime.progress):
         graph, timer = with_latency(model, graph, example, specs, config, latency, runtime)
         low, high = reachable(graph, config)
-        [(name, parsed_budget)] = parse_budgets(specs, graph, low, high).items()
+        [(name, parsed_budget)] = parse_budgets(specs, graph, low, high, config.align).items()
         job = PruneJob(
             model=model,
             graph=graph,

@@ -60,7 +60,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
     graph = job.graph
     device = device_of(job.model)
     low, high = reachable(graph, job.search)
-    budgets = parse_budgets(job.budgets, graph, low, high)
+    budgets = parse_budgets(job.budgets, graph, low, high, job.search.align)
 
     images = measured_batch(config.batch, job.data.shape, device)
     with progress.showing(not (request.quiet or request.as_json)):

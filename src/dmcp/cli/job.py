@@ -279,7 +279,7 @@ def with_checked_budgets(job: Job, folder: str = "") -> Job:
     if config.within is not None:
         start = with_reachable_start(job.search, graph, ends)
         job = replace(job, config=replace(config, search=start))
-    parse_budgets(job.budgets, graph, *ends)
+    parse_budgets(job.budgets, graph, *ends, search.align)
     reasons = dict(job.reasons)
     attached = Latency.of(graph)
     if attached is not None and attached.multiples and search.align is None:

@@ -178,7 +178,7 @@ def find_autoslim(problem: Problem, config: AutoSlimConfig, state: Mapping[str, 
     net = Supernet(loaded(problem, state), graph, config.groups, problem.align)
     chains = make_chains(net, min_channels=problem.min_widths, max_channels=problem.widest, align=problem.align)
     borders = chains.sizes.cumsum(dim=1).cpu()  # (S, G)
-    check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.max_widths)
+    check_reachable(problem.budget, graph, graph.widths(borders[:, 0]), problem.max_widths, problem.align)
     slimmed, passes = _slim(net, borders, problem, config)
     widths = problem.round_to_budget(slimmed)
     return Choice(widths=widths, kept=widths, model=net.model, sample_passes=passes)

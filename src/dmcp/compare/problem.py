@@ -18,9 +18,10 @@ from dmcp.fields import check
 from dmcp.runtime.batches import Loader, device_of, on_device, size_of
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine, resolve
+from dmcp.searching.bounds import AllowedWidths
 from dmcp.searching.budget import check_reachable, spent_shares
 from dmcp.searching.importance import Scores
-from dmcp.searching.rounding import FILLED, TOLERANCE, AllowedWidths, round_to_budget
+from dmcp.searching.rounding import FILLED, TOLERANCE, round_to_budget
 from dmcp.searching.sampling import uniform
 from dmcp.settings import Engine, ResolvedTrainConfig
 from dmcp.tracing.graph import ChannelGraph, Kept
@@ -58,7 +59,7 @@ class Problem:
     runtime: Runtime = Runtime()  # a method that trains takes runtime.stage(CHOOSING)
 
     def __post_init__(self) -> None:
-        check_reachable(self.budget, self.graph, self.min_widths, self.max_widths)
+        check_reachable(self.budget, self.graph, self.min_widths, self.max_widths, self.align)
 
     @property
     def widest(self) -> Widths:

@@ -28,7 +28,7 @@ from dmcp.exporting.timing import Measure, Timer, device_name, resolve_mode
 from dmcp.runtime.batches import device_of, generator
 from dmcp.runtime.io import MOST_JSON, from_plain, parse_json, quote, read_bytes, record_hash, write_files
 from dmcp.runtime.progress import each, shown
-from dmcp.searching.rounding import allowed_widths
+from dmcp.searching.bounds import allowed_widths
 from dmcp.settings import FloatType, LatencyConfig, LatencyMode, RuntimeKind
 from dmcp.tracing.cost import WIDTH, Step, Terms, evaluate, is_free, product, total, variables
 from dmcp.tracing.coupling import Dims

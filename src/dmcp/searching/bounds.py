@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from dmcp.errors import WidthsError
@@ -87,3 +88,48 @@ def _writes(module: str, space: ChannelSpace) -> bool:
 def extreme_widths(graph: ChannelGraph, sizes: Tensor) -> tuple[Widths, Widths]:
     """The smallest and the largest widths of chains with these groups. (S, G)"""
     return graph.widths(sizes[:, 0].tolist()), graph.widths(sizes.sum(dim=1).tolist())
+
+
+# all widths between them
+
+
+class AllowedWidths:
+    """The widths that each space may have: multiples of `align` real channels between two bounds, and its full size.
+
+    Widths of all spaces are an index per space into its row of the table. Where no multiple is between the bounds, the
+    upper one is allowed.
+    """
+
+    def __init__(self, graph: ChannelGraph, lower: Tensor, upper: Tensor, align: int | None) -> None:
+        rows: list[list[int]] = []
+        for space, low, high in zip(graph.spaces, lower.tolist(), upper.tolist(), strict=True):
+            step = space.step(align)
+            row = list(range(-(-low // step) * step, high + 1, step))
+            ends_early = not row or (row[-1] < high and high == space.size)
+            if ends_early:
+                row.append(high)
+            rows.append(row)
+        longest = max(map(len, rows))
+        padded = [row + row[-1:] * (longest - len(row)) for row in rows]
+        self.table = torch.tensor(padded)  # (S, longest)
+        self.last = torch.tensor([len(row) - 1 for row in rows])  # index of the largest width of each space. (S,)
+
+    def widths(self, indices: Tensor) -> Tensor:
+        """(..., S) -> (..., S) int64"""
+        return self.table[torch.arange(len(self.table)), indices]
+
+    def nearest(self, wish: Tensor) -> Tensor:
+        """Indices of the allowed widths nearest to some others. (S,) -> (S,)"""
+        middles = (self.table[:, 1:] + self.table[:, :-1]) / 2
+        return torch.searchsorted(middles, wish[:, None].to(middles)).squeeze(1).minimum(self.last)
+
+
+def allowed_widths(
+    graph: ChannelGraph, min_channels: Bound | None, max_channels: Bound | None, align: int | None
+) -> AllowedWidths:
+    """The widths between two bounds; all of them where there are no bounds."""
+    least = {} if min_channels is None else min_channels
+    most = {} if max_channels is None else max_channels
+    ranges = width_bounds(graph, least, most)
+    lower, upper = torch.tensor(ranges).unbind(1)
+    return AllowedWidths(graph, lower, upper, align)

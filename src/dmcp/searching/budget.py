@@ -12,6 +12,7 @@ from dmcp.arguments import checked
 from dmcp.budgets import KINDS, LATENCY, Budget, Limit, Target, read_budget, show_cost
 from dmcp.errors import BudgetError
 from dmcp.markov import CERTAIN, marginals
+from dmcp.searching.bounds import AllowedWidths
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
 
@@ -59,11 +60,17 @@ def _limit(target: Target, graph: ChannelGraph) -> Limit:
     return Limit(target.kind, math.floor(amount))
 
 
-def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widths | None = None) -> None:
-    """Refuse a target below the cost of the smallest widths, or above that of the largest (default: unpruned)."""
+def check_reachable(
+    budget: Budget, graph: ChannelGraph, low: Widths, high: Widths | None = None, align: int | None = None
+) -> None:
+    """Refuse a target below the cost of the cheapest widths, or above that of the largest (default: unpruned)."""
+    high = high or graph.full
+    if _slow_blocks(budget, graph):
+        allowed = AllowedWidths(graph, low.tensor(), high.tensor(), align)
+        low = graph.widths(allowed.widths(cheapest_widths(budget, graph, allowed)))
     full = costs(graph, graph.full)
     least = costs(graph, low)
-    most = costs(graph, high or graph.full)
+    most = costs(graph, high)
 
     def describe(kind: str, amount: int) -> str:
         return f"{show_cost(kind, amount)} ({amount / full[kind]:.1%})"
@@ -80,7 +87,7 @@ def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widt
         too_small = limit.target < least[kind]
         side = "more than the largest possible"
         if too_small:
-            side = "less than the smallest possible"
+            side = "less than the cheapest possible"
         message = (
             f"The budget {budget.text!r} allows {show_cost(kind, limit.target)}, {side} widths cost. Choose a budget "
             f"from {describe(kind, least[kind])} to {describe(kind, most[kind])}, or change groups, align, "
@@ -96,6 +103,38 @@ def check_reachable(budget: Budget, graph: ChannelGraph, low: Widths, high: Widt
 
 
 # widths against the budget
+
+
+def cheapest_widths(budget: Budget, graph: ChannelGraph, allowed: AllowedWidths) -> Tensor:
+    """Indices of the widths that use least of the budget: the smallest ones, where costs grow with each width. -> (S,)
+
+    With a latency table, a device may be slow at widths that are no multiples of a block. Then the first multiple may
+    be faster than the smallest width, and all others are slower than one of the two.
+    """
+    indices = torch.zeros_like(allowed.last)
+    moves: list[tuple[int, int]] = []  # a space, and the index of its first multiple of a block
+    for block in _slow_blocks(budget, graph):
+        is_multiple = allowed.table % block == 0
+        for space in is_multiple.any(dim=1).nonzero().flatten().tolist():
+            moves.append((space, int(is_multiple[space].int().argmax())))
+
+    least = math.inf
+    while True:
+        trials = indices.repeat(1 + len(moves), 1)
+        for trial, (space, index) in zip(trials[1:], moves, strict=True):
+            trial[space] = index
+        shares = spent_shares(budget, graph, allowed.widths(trials)).amax(dim=1)
+        best = int(shares.argmin())
+        if shares[best] >= least:
+            return indices
+        least = shares[best].item()
+        indices = trials[best]
+
+
+def _slow_blocks(budget: Budget, graph: ChannelGraph) -> set[int]:
+    """The blocks of which widths should be multiples, since a cost that is limited jumps at all others."""
+    measured = [graph.extra[kind] for kind in budget.kinds if kind in graph.extra]
+    return {step.block for cost in measured for step in cost.steps if not step.padded}
 
 
 def costs(graph: ChannelGraph, widths: Mapping[str, int]) -> dict[str, int]:

@@ -73,7 +73,7 @@ class SearchResult:
     def with_budget(self, budget: int | float | str | Budget) -> SearchResult:
         """The same distribution for another budget: widths are scaled to that, not searched again."""
         new = parse_budget(budget, self.graph)
-        check_reachable(new, self.graph, *extreme_widths(self.graph, self.sizes))
+        check_reachable(new, self.graph, *extreme_widths(self.graph, self.sizes), self.align)
         return self.for_budget(new)
 
     def for_budget(self, budget: Budget) -> SearchResult:

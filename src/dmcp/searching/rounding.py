@@ -9,57 +9,14 @@ import torch
 from torch import Tensor
 
 from dmcp.budgets import Budget
-from dmcp.fields import Bound
-from dmcp.searching.bounds import width_bounds
-from dmcp.searching.budget import check_reachable, largest_allowed, spent_shares
+from dmcp.searching.bounds import AllowedWidths
+from dmcp.searching.budget import cheapest_widths, check_reachable, largest_allowed, spent_shares
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
 
 TOLERANCE = 0.95  # share of the budget that a method must use, where the widths allow it
 FILLED = 0.98  # share that the final widths of a search, a method or a baseline use: the same for all
 _FEW = 1 << 16  # different widths of a network, all of which are tried
-
-
-class AllowedWidths:
-    """The widths that each space may have: multiples of `align` real channels between two bounds, and its full size.
-
-    Widths of all spaces are an index per space into its row of the table. Where no multiple is between the bounds, the
-    upper one is allowed.
-    """
-
-    def __init__(self, graph: ChannelGraph, lower: Tensor, upper: Tensor, align: int | None) -> None:
-        rows: list[list[int]] = []
-        for space, low, high in zip(graph.spaces, lower.tolist(), upper.tolist(), strict=True):
-            step = space.step(align)
-            row = list(range(-(-low // step) * step, high + 1, step))
-            ends_early = not row or (row[-1] < high and high == space.size)
-            if ends_early:
-                row.append(high)
-            rows.append(row)
-        longest = max(map(len, rows))
-        padded = [row + row[-1:] * (longest - len(row)) for row in rows]
-        self.table = torch.tensor(padded)  # (S, longest)
-        self.last = torch.tensor([len(row) - 1 for row in rows])  # index of the largest width of each space. (S,)
-
-    def widths(self, indices: Tensor) -> Tensor:
-        """(..., S) -> (..., S) int64"""
-        return self.table[torch.arange(len(self.table)), indices]
-
-    def nearest(self, wish: Tensor) -> Tensor:
-        """Indices of the allowed widths nearest to some others. (S,) -> (S,)"""
-        middles = (self.table[:, 1:] + self.table[:, :-1]) / 2
-        return torch.searchsorted(middles, wish[:, None].to(middles)).squeeze(1).minimum(self.last)
-
-
-def allowed_widths(
-    graph: ChannelGraph, min_channels: Bound | None, max_channels: Bound | None, align: int | None
-) -> AllowedWidths:
-    """The widths between two bounds; all of them where there are no bounds."""
-    least = {} if min_channels is None else min_channels
-    most = {} if max_channels is None else max_channels
-    ranges = width_bounds(graph, least, most)
-    lower, upper = torch.tensor(ranges).unbind(1)
-    return AllowedWidths(graph, lower, upper, align)
 
 
 def round_to_budget(
@@ -78,9 +35,9 @@ def round_to_budget(
         """Share of the binding limit."""
         return spent_shares(budget, graph, allowed.widths(indices)[None]).max().item()
 
-    smallest = torch.zeros_like(allowed.last)
-    if spent(smallest) > 1:
-        check_reachable(budget, graph, graph.widths(allowed.widths(smallest)))
+    cheapest = cheapest_widths(budget, graph, allowed)
+    if spent(cheapest) > 1:
+        check_reachable(budget, graph, graph.widths(allowed.widths(cheapest)))
     wished = allowed.nearest(wish)
     spent_by_wish = spent(wished)
     if tolerance <= spent_by_wish <= 1:
@@ -93,6 +50,9 @@ def round_to_budget(
         most = tolerance
     scaled_wish = _scale(allowed, wish, spent, most)
     indices = allowed.nearest(scaled_wish)
+    if spent(indices) > 1:  # no factor fits, since the smallest widths are not the cheapest ones
+        scaled_wish = wish
+        indices = cheapest
 
     goal = wished.maximum(indices)
     if even:

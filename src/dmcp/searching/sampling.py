@@ -11,9 +11,10 @@ from dmcp.errors import BudgetError
 from dmcp.fields import Bound
 from dmcp.markov import marginals, moment, sample_groups
 from dmcp.runtime.batches import as_generator
+from dmcp.searching.bounds import AllowedWidths, allowed_widths
 from dmcp.searching.budget import parse_budget, spent_shares
 from dmcp.searching.records import SearchResult
-from dmcp.searching.rounding import FILLED, AllowedWidths, allowed_widths, round_to_budget
+from dmcp.searching.rounding import FILLED, round_to_budget
 from dmcp.settings import SearchConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths

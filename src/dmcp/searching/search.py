@@ -345,7 +345,7 @@ def prepare_chains(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]
         )
     chains = make_chains(net, config.min_channels, config.max_channels, config.align)
     budget = parse_budget(config.budget, net.graph)
-    check_reachable(budget, net.graph, *extreme_widths(net.graph, chains.sizes))
+    check_reachable(budget, net.graph, *extreme_widths(net.graph, chains.sizes), config.align)
     if not chains.sizes[:, 1:].any():
         raise WidthsError(
             "There is nothing to search: every space has only one group. Use more groups or wider bounds."
