@@ -63,14 +63,15 @@ def test_recorded_trainings_are_compared_seed_by_seed(tmp_path: Path) -> None:
     for seed, loss in ((0, 0.9), (1, 1.1)):
         for name, own in (("dmcp", loss), ("uniform", 1.0)):
             job = {"name": f"mobilenet-{seed}"}
-            lines.append({"job": job, "trained": {"name": name, "loss": own, "accuracy": 0.5 - own / 10}})
+            lines.append(
+                {"job": job, "trained": {"name": name, "loss": own, "accuracy": 0.5 - own / 10, "train_loss": own}}
+            )
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = [line.split(" | ") for line in race.recorded(path).splitlines()[2:]]
-    assert [[cell.strip(" |") for cell in line[4:]] for line in shown] == [
-        ["-0.100", "+1.00", "searched", "+1.00"],
-        ["+0.100", "-1.00", "uniform", "+0.00"],
-    ]
+    *_, shown = race.recorded(path).splitlines()
+    cells = [cell.strip() for cell in shown.strip("|").split("|")]
+    error = "± 0.100 (2)"
+    assert cells[3:] == [f"+0.000 {error}", f"+0.000 {error}", "+0.00 ± 1.00 (2)", "1 of 2", "+0.50 ± 0.50 (2)"]
 
 
 def test_exchanges_widen_one_space_and_narrow_another_at_equal_cost(graph: dmcp.ChannelGraph) -> None:
