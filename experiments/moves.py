@@ -245,7 +245,7 @@ class Moves:
 def summarize(rows: list[dict[str, Any]]) -> str:
     """Candidates against uniform widths, and how well hard losses and the fit rank trained structures."""
     shown = [row | {"widths": {name: own for name, own in row["widths"].items() if RANDOM not in name}} for row in rows]
-    lines = [["network", "images", "budget", "sampling", "structures", "hard, training loss", "fit, training loss"]]
+    lines = [["network", "images", "budget", "search", "structures", "hard, training loss", "fit, training loss"]]
     lines[0] += ["race, training loss", "hard, test loss", "fit, test loss", "race, test loss"]
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -253,7 +253,7 @@ def summarize(rows: list[dict[str, Any]]) -> str:
     for every in groups.values():
         first = every[0]
         cells = [first["model"], f"{first['data']}, {first['side'] or 'own'} px", first["budget"]]
-        cells += [first["sampling"] or "default", str(len(different(first["widths"])))]
+        cells += [race.kind_of(first), str(len(different(first["widths"])))]
         for measure in ("train_loss", "loss"):
             for judge in ("hard", "predicted", "race"):
                 cells.append(race.pooled([rank(row, judge, measure) for row in every]))

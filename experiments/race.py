@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from enlarge import open_images, open_loader
+from gates import hard_in_stage2
 from judge import held_loss, spearman
 
 import dmcp
@@ -41,6 +42,7 @@ HELD_OUT = 0.1  # share of the training images that judges the race
 EPOCH = 100  # steps after which images are shuffled again, at most; so trainings are given in steps
 SHARE = 0.2  # of the time of search and training that a race may take
 UNIFORM, HALF_WAY, SEARCHED = "uniform", "half-way", "searched"
+SOFT, EXPECTED = "soft", "expected"  # gates of stage 2
 RECORDED = (  # network, budget, images that judge, jobs with searched and uniform widths, name of the latter
     ("ResNet-20", "15%", "held out", "r20-15", "r20-30", "uniform 15%"),
     ("ResNet-20", "30%", "held out", "r20-30", "r20-30", "uniform"),
@@ -135,7 +137,8 @@ def measure(settings: argparse.Namespace, budget: str, seed: int, finder: Finder
         budget=budget, seed=seed, align=settings.align, epochs=max(2, epochs), lr=0.4, weight_decay=5e-4, **more
     )
     net = dmcp.Supernet(subject.model, graph, config.groups, config.align)
-    with finder or nullcontext():
+    hard = hard_in_stage2() if settings.gates == EXPECTED else nullcontext()
+    with finder or nullcontext(), hard:
         found = dmcp.search(net, loader, config, runtime=dmcp.Runtime(progress=False))
     search_s = time.perf_counter() - start
     searched = dmcp.expected(found)
@@ -159,7 +162,7 @@ def measure(settings: argparse.Namespace, budget: str, seed: int, finder: Finder
         raced[name] = subject.train(widths, settings.race_steps, subject.rest, subject.held_out, seed)
         trained[name] = subject.train(widths, settings.steps, subject.all, subject.test, seed)
     return {
-        **{name: getattr(settings, name) for name in ("model", "data", "side", "batch", "align", "sampling")},
+        **{name: getattr(settings, name) for name in ("model", "data", "side", "batch", "align", "sampling", "gates")},
         **{name: getattr(settings, name) for name in ("search_steps", "race_steps", "steps")},
         "budget": budget,
         "seed": seed,
@@ -186,29 +189,38 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     """What all seeds of a setting have in common."""
-    return tuple(str(row[name]) for name in ("model", "data", "side", "budget", "sampling", "search_steps", "steps"))
+    return tuple(
+        str(row.get(name, SOFT))
+        for name in ("model", "data", "side", "budget", "sampling", "gates", "search_steps", "steps")
+    )
 
 
-def pooled(values: list[float]) -> str:
+def kind_of(row: Mapping[str, Any]) -> str:
+    """In a word or two, what was not the default in a search."""
+    words = [row["sampling"] or "", "" if row.get("gates", SOFT) == SOFT else "hard gates"]
+    return ", ".join(filter(None, words)) or "default"
+
+
+def pooled(values: list[float], digits: int = 2) -> str:
     """Mean and its standard error, if there are several."""
     if len(values) < 2:
-        return f"{values[0]:+.2f} (1)"
-    return f"{fmean(values):+.2f} ± {stdev(values) / len(values) ** 0.5:.2f} ({len(values)})"
+        return f"{values[0]:+.{digits}f} (1)"
+    return f"{fmean(values):+.{digits}f} ± {stdev(values) / len(values) ** 0.5:.{digits}f} ({len(values)})"
 
 
 def summarize(rows: list[dict[str, Any]]) -> str:
     """Points above uniform widths of each candidate and of what the race chose, and training losses."""
     names = list(dict.fromkeys(name for row in rows for name in row["widths"] if name != UNIFORM))
-    head = ["network", "images", "budget", "sampling", "uniform, %", *names, "the race", "chosen", "its time"]
+    head = ["network", "images", "budget", "search", "uniform, %", *names, "the race", "chosen", "its time"]
     lines = [head]
-    losses = [["network", "images", "budget", "sampling", UNIFORM, *names]]
+    losses = [["network", "images", "budget", "search", UNIFORM, *names]]
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(key_of(row), []).append(row)
     for every in groups.values():
         first = every[0]
         title = [first["model"], f"{first['data']}, {first['side'] or 'own'} px", first["budget"]]
-        title.append(first["sampling"] or "default")
+        title.append(kind_of(first))
         chosen = [winner({name: row["race"][name] for name in (UNIFORM, HALF_WAY, SEARCHED)}) for row in every]
         even = [100 * row["trained"][UNIFORM]["accuracy"] for row in every]
         cells = [f"{fmean(even):.2f}"]
@@ -219,8 +231,7 @@ def summarize(rows: list[dict[str, Any]]) -> str:
         parts = [f"{fmean(row['trained'][UNIFORM]['train_loss'] for row in every):.4f}"]
         for name in names:
             values = differences(every, [name] * len(every), "train_loss", 1.0)
-            error = f" ± {stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
-            parts.append(f"{fmean(values):+.4f}{error}")
+            parts.append(pooled(values, 4))
         losses.append([*title, *parts])
     ranks = [
         spearman([row["race"][name]["loss"] for name in row["race"]], [own["loss"] for own in row["trained"].values()])
@@ -248,21 +259,30 @@ def share_of(row: Mapping[str, Any]) -> float:
 
 
 def recorded(path: Path) -> str:
-    """What a perfect race would have chosen: by the losses of recorded long trainings, of searches with defaults."""
+    """What a perfect race would have chosen: by the losses of recorded long trainings.
+
+    Columns are searched less uniform widths, mean ± standard error over seeds, and what the choice less uniform wins.
+    """
     trained = {
         (line["job"]["name"], line["trained"]["name"]): line["trained"] for line in rows_of(path) if "trained" in line
     }
-    lines = [["network", "budget", "images", "seed", "searched less uniform, loss", "points", "chosen", "won"]]
+    lines = [["network", "budget", "images", "training loss", "loss", "points", "searched is chosen", "points won"]]
     for network, budget, images, searched_job, uniform_job, even in RECORDED:
-        for seed in range(3):
-            searched = trained.get((f"{searched_job}-{seed}", "dmcp"))
-            uniform = trained.get((f"{uniform_job}-{seed}", even))
-            if searched is None or uniform is None:
-                continue
-            loss, points = (searched[name] - uniform[name] for name in ("loss", "accuracy"))
-            chosen, won = (SEARCHED, points) if loss < 0 else (UNIFORM, 0.0)
-            cells = [f"{loss:+.3f}", f"{100 * points:+.2f}", chosen, f"{100 * won:+.2f}"]
-            lines.append([network, budget, images, str(seed), *cells])
+        pairs = [
+            (trained.get((f"{searched_job}-{seed}", "dmcp")), trained.get((f"{uniform_job}-{seed}", even)))
+            for seed in range(3)
+        ]
+        full = [(searched, uniform) for searched, uniform in pairs if searched and uniform]
+        if not full:
+            continue
+        fitted, losses, points = (
+            [searched[name] - uniform[name] for searched, uniform in full]
+            for name in ("train_loss", "loss", "accuracy")
+        )
+        won = [100 * gain if loss < 0 else 0.0 for gain, loss in zip(points, losses, strict=True)]
+        cells = [pooled(fitted, 3), pooled(losses, 3), pooled([100 * gain for gain in points])]
+        cells.append(f"{sum(loss < 0 for loss in losses)} of {len(full)}")
+        lines.append([network, budget, images, *cells, pooled(won)])
     return table(lines)
 
 
@@ -284,10 +304,11 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--side", type=int, default=0, help="pixels that images are scaled to")
     parser.add_argument("--align", type=int, default=1)
     parser.add_argument("--sampling", choices=["markov", "mixed", "uniform"], help="after the warm-up of the search")
+    parser.add_argument("--gates", choices=[SOFT, EXPECTED], default=SOFT, help="of stage 2: experiments/gates.py")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--search-batch", type=int, help="default: --batch")
     parser.add_argument("--search-steps", type=int, default=2600)
-    parser.add_argument("--race-steps", type=int, default=300)
+    parser.add_argument("--race-steps", type=int, default=500)
     parser.add_argument("--steps", type=int, default=2100, help="of a long training")
     parser.add_argument("--lr", type=float, default=1.6, help="at a batch of 2048, scaled linearly")
     return parser

@@ -14,6 +14,7 @@ import dmcp
 from dmcp import models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+import gates
 import moves
 import race
 
@@ -63,14 +64,15 @@ def test_recorded_trainings_are_compared_seed_by_seed(tmp_path: Path) -> None:
     for seed, loss in ((0, 0.9), (1, 1.1)):
         for name, own in (("dmcp", loss), ("uniform", 1.0)):
             job = {"name": f"mobilenet-{seed}"}
-            lines.append({"job": job, "trained": {"name": name, "loss": own, "accuracy": 0.5 - own / 10}})
+            lines.append(
+                {"job": job, "trained": {"name": name, "loss": own, "accuracy": 0.5 - own / 10, "train_loss": own}}
+            )
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = [line.split(" | ") for line in race.recorded(path).splitlines()[2:]]
-    assert [[cell.strip(" |") for cell in line[4:]] for line in shown] == [
-        ["-0.100", "+1.00", "searched", "+1.00"],
-        ["+0.100", "-1.00", "uniform", "+0.00"],
-    ]
+    *_, shown = race.recorded(path).splitlines()
+    cells = [cell.strip() for cell in shown.strip("|").split("|")]
+    error = "± 0.100 (2)"
+    assert cells[3:] == [f"+0.000 {error}", f"+0.000 {error}", "+0.00 ± 1.00 (2)", "1 of 2", "+0.50 ± 0.50 (2)"]
 
 
 def test_exchanges_widen_one_space_and_narrow_another_at_equal_cost(graph: dmcp.ChannelGraph) -> None:
@@ -140,3 +142,37 @@ def test_the_hard_loss_is_that_of_the_network_that_is_cut(graph: dmcp.ChannelGra
         if number < 2:
             losses.append(torch.nn.functional.cross_entropy(small(x), y, label_smoothing=0.1).item())
     assert judged == pytest.approx(sum(losses) / 2, rel=1e-4)
+
+
+def test_gates_up_to_expected_widths_are_hard_but_for_one_group(graph: dmcp.ChannelGraph) -> None:
+    model = models.build("digits:resnet")
+    net = dmcp.Supernet(model, graph, align=1).eval()
+    config = dmcp.SearchConfig(budget="50%", align=1, epochs=2, warmup=0.5)
+    searcher = dmcp.Searcher(net, config, steps_per_epoch=1)
+    chains = searcher.chains
+    marginals = chains.marginals(net.alpha)
+    inside = gates.up_to_expected(marginals, chains.sizes)
+    expected = (marginals * chains.sizes).sum(dim=1)
+    assert torch.allclose((inside * chains.sizes).sum(dim=1), expected, atol=1e-4)
+    assert bool((((inside > 0) & (inside < 1)).sum(dim=1) <= 1).all())
+    assert bool((inside.diff(dim=1) <= 0).all())
+
+    # Where all expected widths are whole groups, this is the network of these widths.
+    with torch.no_grad():
+        net.alpha.copy_(torch.where(torch.arange(net.alpha.shape[1]) < 4, 30.0, -30.0))
+        widths = graph.widths(chains.sizes[:, :5].sum(dim=1).tolist())
+        x = torch.randn(3, 1, 8, 8)
+        with gates.hard_in_stage2():
+            shown = net(x, chains.gates(chains.marginals(net.alpha)))
+        assert torch.allclose(shown, net(x, net.hard(widths)), atol=1e-5)
+        soft = chains.gates(chains.marginals(net.alpha))
+        net.alpha.zero_()
+    assert torch.allclose(net(x, soft), shown, atol=1e-5)
+
+    # A step with them moves the alphas of every space.
+    before = net.alpha.detach().clone()
+    labels = torch.arange(8) % 10
+    with gates.hard_in_stage2():
+        for _ in range(2):
+            searcher.step((torch.randn(8, 1, 8, 8), labels))
+    assert bool((net.alpha != before).any(dim=1).all())
