@@ -1,4 +1,4 @@
-"""Batches of a data set with images of another size, enlarged on the device that they lie on."""
+"""Batches of a data set with images of another size, enlarged or shrunk on the device that they lie on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Enlarged:
     def __init__(self, loader: Any, side: int) -> None:
         self.loader = loader
         self.side = side
+        self.shrinks = side < loader.shape[-1]
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -41,7 +42,10 @@ class Enlarged:
     def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of this epoch from number `skip` on."""
         for images, labels in self.loader.starting_at(skip):
-            yield F.interpolate(images, size=(self.side, self.side), mode="bilinear"), labels
+            if self.shrinks:
+                yield F.adaptive_avg_pool2d(images, self.side), labels  # every pixel counts
+            else:
+                yield F.interpolate(images, size=(self.side, self.side), mode="bilinear"), labels
 
 
 def open_images(name: str, root: str = "data", held_out: float = 0.0) -> tuple[datasets.DataSet, datasets.DataSet, int]:
@@ -57,7 +61,7 @@ def open_images(name: str, root: str = "data", held_out: float = 0.0) -> tuple[d
 
 
 def open_loader(images: Any, batch: int, train: bool, seed: int, device: Any, side: int = 0) -> Any:
-    """Batches of images; side: the pixels that they are enlarged to, if it is not their own."""
+    """Batches of images; side: the pixels that they are scaled to, if it is not their own."""
     loader = make_loader(images, min(batch, len(images)), train, seed, device)
     if side in (0, images.shape[-1]):
         return loader

@@ -2,13 +2,15 @@
 
     python experiments/room.py cifar:resnet20 cifar10 --budget 50% --budget 15% --out rooms.jsonl
     python experiments/room.py resnet18 SHARDS --budget latency:62% --side 64 --out rooms.jsonl --jobs 4
+    python experiments/room.py small_networks:UNet cifar10 --noise 0.4 --lr 0.002 --budget 30% --out rooms.jsonl
     python experiments/room.py --fit rooms.jsonl
     python experiments/room.py resnet18 SHARDS ... --best 3    # then train the best structure of the fit, three times
 
 All networks are trained from scratch with one recipe; a tenth of the training images is held out and judges them. Every
 network is a line of the file as soon as it is done, and a repeated command trains only those that are missing. A budget
 of milliseconds is measured with batches as they are trained, in bfloat16 and CUDA graphs on a GPU: nothing else may run
-there meanwhile. The table is kept beside the file.
+there meanwhile. The table is kept beside the file. With --noise, a network learns to remove noise of this deviation
+from images, with AdamW, and the table has its PSNR in dB as accuracy.
 
 The fit is quadratic in five factors of the logarithms of widths: the balance of layers inside blocks and those between
 blocks (streams), and slope and bend over the depth of each kind. The best structure that it finds is among thousands of
@@ -28,7 +30,7 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -40,6 +42,7 @@ from enlarge import open_images, open_loader
 from judge import held_loss
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 import dmcp
 from dmcp import models
@@ -64,7 +67,7 @@ DRAWS = 400  # of the bootstrap
 TABLE_NETWORKS = 30  # that a latency table is measured with
 MEASURES = {"accuracy": 100.0, "loss": -1.0, "train_loss": -1.0}  # more is better; factor of what is shown
 KINDS = ("best", "uniform")
-KEY = ("model", "model_args", "data", "side", "budget", "epochs", "batch", "lr")
+KEY = ("model", "model_args", "data", "side", "budget", "epochs", "batch", "lr", "noise")
 
 
 # structures
@@ -148,14 +151,16 @@ class Job:
 
 def room_of(row: Row) -> Room:
     """What the networks of a room have in common."""
-    return tuple(str(row[name]) for name in KEY)
+    return tuple(str(row.get(name, 0.0)) for name in KEY)
 
 
 def open_graph(room: dict[str, Any]) -> tuple[torch.nn.Module, ChannelGraph, Tensor]:
     """The unpruned network of a room with fresh weights, on the device that trains, its graph and an example."""
     arguments = dict(models.argument(word) for word in room["model_args"])
     torch.manual_seed(0)
-    model = models.build(room["model"], num_classes=room["classes"], **arguments)
+    if not room.get("noise"):
+        arguments["num_classes"] = room["classes"]
+    model = models.build(room["model"], **arguments)
     example = torch.zeros(2, 3, room["side"], room["side"])
     return model, dmcp.trace(model, example), example
 
@@ -228,6 +233,48 @@ def measured(room: dict[str, Any], graph: ChannelGraph, jobs: list[Job]) -> list
     return [replace(job, ms=ms[job.widths], unpruned_ms=unpruned_ms) for job in jobs]
 
 
+class Noisy:
+    """The images of a loader with noise, and without it in place of labels; everything else is the loader's own."""
+
+    def __init__(self, loader: Any, noise: float) -> None:
+        self.loader = loader
+        self.noise = noise
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.starting_at(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of the images, how each one is augmented, and the noise."""
+        self.epoch = epoch
+        self.loader.set_epoch(epoch)
+
+    def starting_at(self, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of this epoch from number `skip` on."""
+        for number, (images, _) in enumerate(self.loader.starting_at(skip), skip):
+            random = torch.Generator(images.device)
+            random.manual_seed(1_000_003 * self.loader.seed + 10_007 * self.epoch + number)
+            noise = torch.randn(images.shape, generator=random, device=images.device)
+            yield images + self.noise * noise, images
+
+
+def squared_error(output: Tensor, batch: Any) -> Tensor:
+    """Mean squared error against the clean images."""
+    return F.mse_loss(output.float(), batch[1])
+
+
+def denoised(network: torch.nn.Module, loader: Any, full_range: float) -> tuple[float, float]:
+    """Squared error, and a hundredth of the PSNR in dB."""
+    network.eval()
+    with torch.no_grad():
+        errors = [float(squared_error(network(noisy), (noisy, clean))) for noisy, clean in loader]
+    loss = fmean(errors)
+    return loss, math.log10(full_range**2 / loss) / 10
+
+
 class Worker:
     """One process that trains networks; data and graphs are opened once."""
 
@@ -237,6 +284,12 @@ class Worker:
         self.device = device
         self.loader = open_loader(train, settings.batch, True, 0, device, settings.side)
         self.held_out = open_loader(held_out, 500, False, 0, device, settings.side)
+        self.full_range = 255 / fmean(train.std)
+        self.noise = settings.noise
+        self.batches = self.loader
+        if self.noise:
+            self.batches = Noisy(self.loader, self.noise)
+            self.held_out = Noisy(self.held_out, self.noise)
         self.model, self.graph, _ = open_graph(room)
 
     def train(self, job: Job) -> Row:
@@ -250,10 +303,17 @@ class Worker:
 
         self.loader.seed = job.seed
         config = dmcp.TrainConfig(epochs=room["epochs"], lr=room["lr"], weight_decay=5e-4, seed=job.seed)
+        task = dmcp.Task()
+        if self.noise:
+            task = dmcp.Task(loss=squared_error)
+            config = replace(config, optimizer="adamw", warmup_epochs=0, weight_decay=0.0, reference_batch=None)
         runtime = dmcp.Runtime(engine=Engine(compile=False, kernels=False), progress=False)
-        records = dmcp.train(network, self.loader, config, runtime=runtime)
+        records = dmcp.train(network, self.batches, config, task=task, runtime=runtime)
         last = [record.loss for record in records[-len(self.loader) :]]
-        loss, accuracy = held_loss(network, self.held_out)
+        if self.noise:
+            loss, accuracy = denoised(network, self.held_out, self.full_range)
+        else:
+            loss, accuracy = held_loss(network, self.held_out)
         return room | {
             "kind": job.kind,
             "seed": job.seed,
@@ -290,7 +350,7 @@ def measure(settings: argparse.Namespace) -> None:
     """Train what is missing; each network is a line as soon as it is done."""
     _, images, classes = open_images(settings.data, settings.root, HELD_OUT)
     side = settings.side or images.shape[-1]
-    common = {name: getattr(settings, name) for name in ("model", "model_args", "epochs", "batch", "lr")}
+    common = {name: getattr(settings, name) for name in ("model", "model_args", "epochs", "batch", "lr", "noise")}
     common |= {"data": Path(settings.data).name, "side": side, "classes": classes}
     recorded = read(settings.out)
     done = {(room_of(row), row["kind"], row["seed"], tuple(row["widths"])) for row in recorded}
@@ -490,13 +550,14 @@ def main() -> None:
     parser.add_argument("--budget", action="append", help="as dmcp prune takes it; repeatable")
     parser.add_argument("--model-args", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--root", default="data", help="folder of cifar10")
-    parser.add_argument("--side", type=int, default=0, help="pixels that images are enlarged to")
+    parser.add_argument("--side", type=int, default=0, help="pixels that images are scaled to")
     parser.add_argument("--structures", type=int, default=30)
     parser.add_argument("--uniform", type=int, default=4, help="seeds of uniform widths")
     parser.add_argument("--best", type=int, default=0, help="seeds of the best structure of the fit")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1.6, help="at a batch of 2048, scaled linearly")
+    parser.add_argument("--noise", type=float, default=0.0, help="deviation of the noise to be removed from images")
     parser.add_argument("--align", type=int, help="default: as dmcp prune")
     parser.add_argument("--jobs", type=int, default=1, help="networks that are trained at the same time")
     settings = parser.parse_args()

@@ -110,6 +110,13 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in anchors, (name, file, anchor)
 
 
+def test_the_numbers_that_say_when_a_search_pays_are_recorded() -> None:
+    section = PAGES["comparing.md"].split("## When is a search worth its time?")[1].split("\n## ")[0]
+    recorded = (ROOT / "experiments" / "REPORT.md").read_text() + PAGES["performance.md"]
+    numbers = re.findall(r"\d+\.\d+(?: ± \d+\.\d+)?", section)
+    assert len(numbers) > 10 and [number for number in numbers if number not in recorded] == []
+
+
 def test_the_numbers_and_the_picture_of_the_readme_are_recorded() -> None:
     others = [page for name, page in PAGES.items() if name != "README.md"]
     recorded = "".join([(ROOT / "experiments" / "REPORT.md").read_text(), *others])

@@ -181,6 +181,22 @@ def test_adamw_is_chosen_where_no_rate_of_sgd_is_known() -> None:
     assert chosen(True, optimizer="adamw", lr=0.01) == (Optimizer.ADAMW, 0.01)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_search_takes_the_same_optimizer_as_the_training(trained: bool) -> None:
+    def chosen(suits_sgd: bool, **settings: object) -> tuple[Optimizer, float]:
+        search = SearchConfig(budget="50%", **settings)  # type: ignore[arg-type]
+        found = resolve(
+            search, TrainConfig(), Retrain.FINETUNE, trained=trained, images=10**6, batch=32, suits_sgd=suits_sgd
+        )
+        assert found.search.min_lr == pytest.approx(found.search.lr / 10)
+        return found.search.optimizer, found.search.lr
+
+    assert chosen(True) == (Optimizer.SGD, 0.04 if trained else 0.2)
+    assert chosen(False) == (Optimizer.ADAMW, 1e-3)
+    assert chosen(False, lr=0.1) == (Optimizer.SGD, 0.1)
+    assert chosen(True, optimizer="adamw") == (Optimizer.ADAMW, 1e-3)
+
+
 def test_adamw_is_torchs_and_its_rate_is_not_scaled_with_the_batch() -> None:
     config = resolve_training(TrainConfig(epochs=1, optimizer=Optimizer.ADAMW, warmup_epochs=0, weight_decay=0.0))
     assert [learning_rate(0, 10, size, config) for size in (1, 512)] == [config.lr, config.lr]
@@ -203,3 +219,34 @@ def test_a_network_without_norms_learns_again_after_the_cut() -> None:
     result = prune(model, batches, tests, "50%", method="l2", train=TrainConfig(epochs=15))
     score = {row.name: row.accuracy for row in result.rows}
     assert score["original"] > 0.9 and score["l2"] > score["original"] - 0.1
+
+
+def test_a_search_stays_finite_whatever_the_scale_of_the_loss() -> None:
+    """With SGD at the rate that suits class scores the weights of this denoiser are no longer finite after 5 steps."""
+
+    def noisy(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Noisy squares and their noise, which the network predicts."""
+        generator = torch.Generator().manual_seed(seed)
+        squares = torch.randn(count, 1, 2, 2, generator=generator).repeat_interleave(8, 2).repeat_interleave(8, 3)
+        noise = 0.5 * torch.randn(squares.shape, generator=generator)
+        return list(zip((squares + noise).split(32), noise.split(32), strict=True))
+
+    def squared_error(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.mse_loss(output, batch[1], reduction="sum") / len(output)
+
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()]
+    for _ in range(4):
+        layers += [nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(16, 1, 3, padding=1))
+    batches, tests = noisy(320, 0), noisy(64, 1)
+    task = Task(loss=squared_error)
+    train(model, batches, TrainConfig(epochs=5, optimizer=Optimizer.ADAMW), task=task)
+
+    search = SearchConfig(budget="50%", epochs=4)
+    result = prune(model, batches, tests, "50%", search=search, retrain="none", task=task)
+    assert result.search is not None and result.search_config is not None
+    assert result.search_config.optimizer is Optimizer.ADAMW and result.search_config.lr == 1e-3
+    smallest = [record.weight_losses[1] for record in result.search.log if record.weight_losses is not None]
+    assert len(smallest) == 40 and all(map(math.isfinite, smallest))
+    assert sum(smallest[-10:]) < 0.95 * sum(smallest[:10])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -94,3 +95,40 @@ def test_a_room_is_shown_with_its_best_structure(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr().out
     assert all(measure in shown for measure in room.MEASURES)
     assert shown.count("(2)") == len(room.MEASURES)
+
+
+@pytest.mark.parametrize(("model", "spaces"), [("VGG16", 13), ("UNet", 10)])
+def test_networks_of_rooms_can_be_narrowed_everywhere(model: str, spaces: int) -> None:
+    ours = ROOM | {"model": f"small_networks:{model}", "noise": float(model == "UNet")}
+    graph = room.open_graph(ours)[1]
+    assert len(graph.spaces) == spaces and graph.prunable_share > 0.99
+    rows = room.structures(graph, dmcp.parse_budget("15%", graph), 3, align=None)
+    assert all(0.14 < graph.macs(graph.widths(row)) / graph.macs() <= 0.15 for row in rows)
+
+
+def test_a_denoiser_is_trained_and_judged_by_its_psnr(tmp_path: Path) -> None:
+    """Noise is new in every epoch; a network of other widths learns to remove it, and the file tells it apart."""
+    images = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 3), dtype=np.uint8)
+    for part in ("train", "test"):
+        np.savez(tmp_path / f"{part}-0.npz", images=images, labels=np.arange(60) % 2)
+    settings = argparse.Namespace(data=str(tmp_path), root="", batch=18, side=0, noise=0.5)
+    common = {"model": "small_networks:UNet", "model_args": ["width=8"], "classes": 2, "side": 8, "noise": 0.5}
+    ours = common | {"data": tmp_path.name, "budget": "50%", "epochs": 3, "batch": 18, "lr": 2e-3}
+    assert room.room_of(ours) != room.room_of(ours | {"noise": 0.0}) == room.room_of({**ours, "noise": 0.0})
+
+    worker = room.Worker(ours, settings)
+    first, again = ([*worker.held_out] for _ in range(2))
+    assert all(torch.equal(noisy, other) for (noisy, _), (other, _) in zip(first, again, strict=True))
+    worker.batches.set_epoch(0)
+    noisy, clean = next(iter(worker.batches))
+    assert (noisy - clean).std().item() == pytest.approx(0.5, rel=0.1)
+    worker.batches.set_epoch(1)
+    later, target = next(iter(worker.batches))
+    assert not torch.allclose(noisy - clean, later - target)
+
+    loss, decibels = room.denoised(torch.nn.Identity(), worker.held_out, worker.full_range)
+    assert loss == pytest.approx(0.25, rel=0.1)
+    assert 100 * decibels == pytest.approx(20 * np.log10(worker.full_range / loss**0.5))
+    (job,) = room.measured(ours, worker.graph, room.random_jobs(ours, worker.graph, 0, 1, None))
+    row = worker.train(job)
+    assert 0 < row["loss"] < 10 and row["accuracy"] > 0 and 0.45 <= row["macs"] <= 0.5

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
+import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,6 +26,7 @@ from ultralytics.utils import ROOT, YAML
 
 import dmcp
 from dmcp.ultralytics import Predictions, prune, train
+from experiments.real.rows import RESULTS, write_line
 
 NAMES = ["RBC", "WBC", "Platelets"]
 
@@ -95,8 +97,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--fraction", type=float, default=1.0, help="share of the training images")
     parser.add_argument("--out", type=Path, default=Path("build/detection"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
 
+    command = shlex.join(["python", "-m", "experiments.real.detection", *sys.argv[1:]])
     run = options.out / f"{options.network}-{options.seed}"
     data = convert(options.folder / "BCCD", run / "data")
     settings: dict[str, Any] = {"data": str(data), "batch": 16, "nbs": 16, "amp": False, "plots": False}
@@ -104,13 +108,14 @@ def main() -> None:
     settings |= {"cache": "ram", "project": str(run.resolve()), "val": False, "save": False, "deterministic": False}
     full = trace(build(run))
 
-    def write_rows(yolo: Any, name: str, **facts: Any) -> None:
+    def write_row(yolo: Any, row: str, **facts: Any) -> None:
         graph = trace(yolo)
-        line = {"name": name, "macs": graph.macs() / full.macs(), "params": graph.params() / full.params()}
-        line |= {"method": options.network, "seed": options.seed, **facts}
         test, val = (yolo.val(**settings | {"split": split}).box for split in ("test", "val"))
-        print(json.dumps(line | {"test": "BCCD mAP50-95", "score": test.map, "val": val.map}), flush=True)
-        print(json.dumps(line | {"test": "BCCD mAP50", "score": test.map50, "val": val.map50}), flush=True)
+        line = {"network": "YOLO11n", "test": "BCCD", "method": options.network, "seed": options.seed, **facts}
+        line |= {"budget": f"{options.budget:.0%}", "imgsz": options.imgsz, "row": row}
+        line |= {"macs": graph.macs(), "params": graph.params(), "macs_share": graph.macs() / full.macs()}
+        line |= {"score": test.map, "map50": test.map50, "val": val.map, "val_map50": val.map50}
+        write_line(options.results, line | {"command": command})
 
     def train_loss(yolo: Any) -> float:
         """Of the last epoch, without that of the teacher."""
@@ -126,19 +131,19 @@ def main() -> None:
         if options.network == "narrow":
             yolo = build_narrow(run, options.budget * full.macs())
         yolo.train(epochs=epochs, **settings)
-        write_rows(yolo, options.network, epochs=epochs, train_loss=train_loss(yolo), taught=False)
+        write_row(yolo, options.network, epochs=epochs, train_loss=train_loss(yolo), taught=False)
         if options.network == "original":
             yolo.save(file)
         return
 
     original = YOLO(file)
     small = prune(original, options.budget, method=options.network, epochs=options.search, **settings)
-    write_rows(small, "cut", epochs=0, train_loss=None, taught=False)
+    write_row(small, "right after the cut", epochs=0, train_loss=None, taught=False)
     for teacher in (original, None):
         student = copy.deepcopy(small)
         train(student, distill_model=teacher, epochs=options.finetune, **settings)
         taught = teacher is not None
-        write_rows(student, options.network, epochs=options.finetune, train_loss=train_loss(student), taught=taught)
+        write_row(student, options.network, epochs=options.finetune, train_loss=train_loss(student), taught=taught)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
-from experiments.real.rows import write_rows
+from experiments.real.rows import RESULTS, write_rows
 
 CLASSES = 11
 VOID = 11  # labels that are not tested; the network has an output for them
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="of the images of each split that are used")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--teacher", action="store_true", help="learn from the unpruned network, too")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,8 +148,15 @@ def main() -> None:
         baselines=["original", "uniform"],
         task=dmcp.Task(loss=PixelLoss(labels), metric=MeanIoU(), distill="classes"),
     )
-    facts = {"method": options.method, "seed": options.seed, "epochs": options.epochs, "taught": options.teacher}
-    write_rows(result, test="CamVid", **facts)
+    facts = {
+        "network": "ESPNet",
+        "test": "CamVid",
+        "method": options.method,
+        "seed": options.seed,
+        "epochs": options.epochs,
+        "taught": options.teacher,
+    }
+    write_rows(options.results, result, budget=options.budget[0], **facts)
 
 
 if __name__ == "__main__":

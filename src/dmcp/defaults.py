@@ -30,6 +30,7 @@ _SEARCH: dict[str, Any] = {  # of a network that is not trained
     "init": Init.TARGET,
     "budget_weight": 0.1,
     "lr": 0.2,
+    "optimizer": Optimizer.SGD,
     "weight_decay": 1e-4,
     "sharpen": 1.0,
 }
@@ -45,6 +46,7 @@ _TRAINED_SEARCH: dict[str, Any] = {  # what differs for a trained network: exper
 }
 _TRAIN: dict[str, Any] = {"epochs": 100, "optimizer": Optimizer.SGD, "lr": 0.8, "weight_decay": 1e-4}
 _ADAMW_RATE = 1e-3  # for batches of any size: REPORT.md, "optimizers"
+_WHY_ADAMW = "no rate of sgd suits all networks without BatchNorms and all losses"
 _FINETUNE_EPOCHS = 20  # of a trained network
 _KEEPING = (Retrain.FINETUNE, Retrain.NONE)  # these keep the weights of the search
 _SEARCH_IMAGES = 50_000  # that are enough for the search of a trained network
@@ -65,6 +67,8 @@ _HEAVY_BATCH = 64
 def resolve_search(config: SearchConfig, values: Mapping[str, Any] = _SEARCH) -> ResolvedSearchConfig:
     """The settings with these values where they are unset; by default those for a network that is not trained."""
     filled = _filled(config, values)
+    if filled["optimizer"] is Optimizer.ADAMW and config.lr is None:
+        filled["lr"] = _ADAMW_RATE
     if config.min_lr is None:
         filled["min_lr"] = filled["lr"] / 10
     return ResolvedSearchConfig(**filled)
@@ -145,7 +149,9 @@ def resolve(
         why_optimizer = "learning rates that are set are those of sgd"
     elif not suits_sgd:
         train_values["optimizer"] = Optimizer.ADAMW
-        why_optimizer = "no rate of sgd suits all networks without BatchNorms and all losses"
+        why_optimizer = _WHY_ADAMW
+    if search.lr is None and not suits_sgd:
+        search_values["optimizer"] = Optimizer.ADAMW
 
     # So do the epochs; the search of a trained network may need less than one.
     search_images = 0
@@ -181,7 +187,9 @@ def resolve(
     if search.epochs is None:
         passes = f"1 pass over {search_images:,} images" if search_images else resolved_search.epochs
         reasons["search_epochs"] = f"{passes}: {why_search_epochs}"
-    if search.lr is None:
+    if search.lr is None and resolved_search.optimizer is Optimizer.ADAMW:
+        reasons["search_lr"] = f"{resolved_search.lr:g} of adamw: {_WHY_ADAMW}"
+    elif search.lr is None:
         at_batch = f"{resolved_search.lr:g} at a batch of {resolved_search.reference_batch}"
         reasons["search_lr"] = f"{at_batch}: {why_search_rate}"
     if search.warmup is None:

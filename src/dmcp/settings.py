@@ -55,7 +55,7 @@ class Retrain(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """What moves the weights in the final training."""
+    """What moves the weights."""
 
     SGD = "sgd"  # with momentum: its rates suit BatchNorms and class scores
     ADAMW = "adamw"  # its steps do not depend on the scale of weights and losses
@@ -112,7 +112,7 @@ _ALIGN = (
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """Settings of a search; learning rates are for a batch of 1024, as in the paper.
+    """Settings of a search; learning rates of sgd are for a batch of 1024, as in the paper.
 
     Settings that are None are unset: `prune` and the command line choose them for the network and its data, `search` on
     its own takes those for a network that is not trained. These, and the other defaults, are the paper's, except for
@@ -199,10 +199,16 @@ class SearchConfig:
     min_lr: float | None = setting(
         None, "Final learning rate of the cosine schedule. Default: a tenth of lr.", 0, option=None
     )
-    reference_batch: int = setting(
-        1024, "Batch size for lr and min_lr, which are scaled linearly for other sizes.", 1, option=None
+    optimizer: Optimizer | None = setting(
+        None,
+        "Optimizer of the weights: sgd or adamw. Default: sgd if lr is set, or for class scores of a network with "
+        "BatchNorms; else adamw.",
+        option=None,
     )
-    momentum: float = setting(0.9, "Nesterov momentum of the weights.", 0, below=1, option=None)
+    reference_batch: int = setting(
+        1024, "Batch size for lr and min_lr of sgd, which are scaled linearly for other sizes.", 1, option=None
+    )
+    momentum: float = setting(0.9, "Nesterov momentum of sgd.", 0, below=1, option=None)
     weight_decay: float | None = setting(None, _DECAY, 0, group="Training", shown=AUTOMATIC)
     label_smoothing: float = setting(0.1, _SMOOTHING, 0, below=1, group="Training")
     alpha_lr: float = setting(
@@ -248,6 +254,7 @@ class ResolvedSearchConfig(SearchConfig):
     budget_weight: float
     lr: float
     min_lr: float
+    optimizer: Optimizer
     weight_decay: float
     sharpen: float
 

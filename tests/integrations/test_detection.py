@@ -53,6 +53,7 @@ def test_labels_are_shares_of_the_image(cells: Path) -> None:
 
 def rows(folder: Path, network: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "experiments.real.detection", str(folder), network, *SMALL, *HERE]
+    command += ["--results", str(folder / "rows.jsonl")]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
@@ -60,13 +61,16 @@ def rows(folder: Path, network: str) -> list[dict[str, Any]]:
 
 def test_the_rows_of_each_network(cells: Path) -> None:
     found = {network: rows(cells, network) for network in ("original", "narrow", "l2")}
-    assert [row["name"] for row in found["original"]] == ["original"] * 2
-    assert all(row["macs"] == 1 and row["epochs"] == 1 for row in found["original"])
-    assert all(0.45 < row["macs"] <= 0.5 and row["epochs"] == 2 for row in found["narrow"])
+    assert [row["row"] for row in found["original"]] == ["original"]
+    assert all(row["macs_share"] == 1 and row["epochs"] == 1 for row in found["original"])
+    assert all(0.45 < row["macs_share"] <= 0.5 and row["epochs"] == 2 for row in found["narrow"])
     pruned = found["l2"]
-    assert [row["name"] for row in pruned] == ["cut"] * 2 + ["l2"] * 4
-    assert [row["taught"] for row in pruned] == [False] * 2 + [True] * 2 + [False] * 2
-    assert all(0.475 < row["macs"] <= 0.5 for row in pruned)
-    for row in itertools.chain(*found.values()):
-        assert 0 <= row["score"] <= 1 and 0 <= row["val"] <= 1
+    assert [row["row"] for row in pruned] == ["right after the cut", "l2", "l2"]
+    assert [row["taught"] for row in pruned] == [False, True, False]
+    assert all(0.475 < row["macs_share"] <= 0.5 for row in pruned)
+    every_row = list(itertools.chain(*found.values()))
+    for row in every_row:
+        assert all(0 <= row[name] <= 1 for name in ("score", "map50", "val", "val_map50"))
         assert row["train_loss"] is None or row["train_loss"] > 0
+    recorded = [json.loads(line) for line in (cells / "rows.jsonl").read_text().splitlines()]
+    assert recorded == every_row

@@ -30,10 +30,19 @@ from dmcp.searching.records import SearchResult, UnreadStep, missed_budget
 from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss
 from dmcp.searching.subnets import Chains, make_chains, sort_by_importance
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import Distill, Engine, Init, Precision, ResolvedSearchConfig, Sampling, SearchConfig
+from dmcp.settings import (
+    Distill,
+    Engine,
+    Init,
+    Optimizer,
+    Precision,
+    ResolvedSearchConfig,
+    Sampling,
+    SearchConfig,
+)
 from dmcp.tracing.modules import modules_of, without_autocast
 from dmcp.training.distillation import is_of_classes, warn_of_distillation
-from dmcp.training.loop import Log, Runtime, Task, check_trainable, resume, with_distillation
+from dmcp.training.loop import Log, Runtime, Task, check_trainable, resume, with_distillation, with_optimizer
 from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import cosine
 
@@ -69,6 +78,7 @@ def search(
     if config.distill is not False:
         task = with_distillation(task, net.model, loader)
     config = _resolve(config, task)
+    task = with_optimizer(task, config.optimizer)
     if arch_loader is not None and not config.task_loss:
         raise TrainingError("With task_loss=False the alphas see no data: leave arch_loader out.")
     world = current()
@@ -147,6 +157,7 @@ class Searcher:
         if steps_per_epoch < 1:
             raise TrainingError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}: is the loader empty?")
         config = _resolve(config, task)
+        task = with_optimizer(task, config.optimizer)
         trains_weights = config.warmup_epochs > 0 or config.train_weights
         if trains_weights or not torch.is_grad_enabled():
             check_trainable(net.model)
@@ -259,6 +270,8 @@ class Searcher:
 
         weight_losses = None
         if not self.moves_alphas or config.train_weights:
+            if not self.scale and config.optimizer is not Optimizer.SGD:
+                self.scale = 1.0
             if not self.scale:
                 global_batch = int(sum_values(torch.tensor([samples]), self.world))
                 self.scale = global_batch / config.reference_batch

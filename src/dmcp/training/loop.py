@@ -103,6 +103,13 @@ def with_distillation(task: Task, model: nn.Module, loader: Iterable[Any]) -> Ta
     return replace(task, distill=gather(distill, current())[0])
 
 
+def with_optimizer(task: Task, optimizer: Optimizer) -> Task:
+    """The task with the optimizer of the settings, unless it has one of its own. SGD is made where it is used."""
+    if task.optimizer is None and optimizer is Optimizer.ADAMW:
+        return replace(task, optimizer=torch.optim.AdamW)
+    return task
+
+
 @dataclass(frozen=True)
 class Event:
     """What a run reports while it goes on: each step, the result of the search, each row of the table."""
@@ -184,8 +191,7 @@ def train(
     are the paper's.
     """
     config = resolve_training(config)
-    if task.optimizer is None and config.optimizer is Optimizer.ADAMW:
-        task = replace(task, optimizer=torch.optim.AdamW)
+    task = with_optimizer(task, config.optimizer)
     check_trainable(model)
     _check_teacher_is_separate(model, teacher)
     if not length_of(loader):
