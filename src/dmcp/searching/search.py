@@ -334,7 +334,7 @@ def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
 # before the first step
 
 
-def prepare_chains(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
+def prepare_chains(net: Supernet, config: ResolvedSearchConfig) -> tuple[Budget, Chains]:
     """The budget, and the chains of the supernet that can reach it; an error if they do not fit together."""
     groups = [list(group_sizes(space.size, config.groups, space.step(config.align))) for space in net.graph.spaces]
     groups_of_net = [[size for size in row if size] for row in net.sizes.tolist()]
