@@ -250,7 +250,7 @@ def test_an_own_loss_that_shows_nothing_is_warned_of_distillation() -> None:
 
 def test_a_network_over_the_budget_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should sampling ever fail, the count on the cut network finds it."""
-    monkeypatch.setattr("dmcp.pruning.expected", lambda found: found.graph.full)
+    monkeypatch.setattr("dmcp.selection.expected", lambda found: found.graph.full)
     with pytest.raises(BudgetError, match="more than the"):
         prune()
 

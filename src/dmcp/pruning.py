@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import length_hint
-from typing import Annotated, Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
 from torch import nn
 
 from dmcp.arguments import Range, checked
-from dmcp.budgets import LATENCY, Budget, limits_latency
-from dmcp.compare.methods import chooser, find_method
-from dmcp.compare.problem import Choice, Problem
-from dmcp.cutting import cut, with_frozen
-from dmcp.defaults import resolve_training
+from dmcp.cutting import with_frozen
 from dmcp.errors import TrainingError, WidthsError, warn
 from dmcp.exporting.latency import Latency
-from dmcp.exporting.latency_limit import choose_within_latency
-from dmcp.exporting.timing import Measure, Timer
-from dmcp.feasibility import check_budget, latency_folder, parse_budgets, reachable, with_latency
+from dmcp.exporting.timing import Measure
+from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
+from dmcp.job import PruneJob, phases, resumable
 from dmcp.request import (
     Loaders,
     Spec,
@@ -32,31 +26,15 @@ from dmcp.request import (
     warn_of_teacher,
 )
 from dmcp.results import PruneResult, measure_networks, milliseconds, unknown_scores
-from dmcp.retraining import (
-    Retraining,
-    TrainedNetworks,
-    calibrated,
-    describe_origin,
-    describe_teacher,
-    given_networks,
-    train_all,
-)
-from dmcp.runs.records import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, LatencyOutcome, Row, WithinOutcome
-from dmcp.runtime import progress
-from dmcp.runtime.batches import Loader, device_of, length_of
-from dmcp.runtime.checkpoint import digest_of_loader, plain_settings
+from dmcp.retraining import TrainedNetworks, calibrated, describe_origin, describe_teacher, given_networks, train_all
+from dmcp.runs.records import CUT, DMCP, ORIGINAL, TEACHER, UNIFORM, UNPRUNED, Row
+from dmcp.runtime.batches import Loader
 from dmcp.runtime.distributed import current
 from dmcp.runtime.progress import phase, plan, shown
-from dmcp.searching import search as searching
-from dmcp.searching.bounds import AllowedWidths
-from dmcp.searching.budget import cheapest_widths
-from dmcp.searching.importance import Scores, first_samples, scores_of
-from dmcp.searching.records import SearchResult
-from dmcp.searching.sampling import expected, filled, uniform
-from dmcp.searching.search import SEARCH
 from dmcp.searching.subnets import sort_channels
 from dmcp.searching.supernet import Supernet
-from dmcp.settings import AUTO, Distill, Engine, ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig
+from dmcp.selection import Selection, Source, choose_budget, choose_widths, plan_cuts, search_widths, uniform_widths
+from dmcp.settings import AUTO, Distill, Retrain, SearchConfig, TrainConfig
 from dmcp.speed import Speed, measure_speeds
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap, without_autocast
@@ -68,11 +46,9 @@ from dmcp.training.losses import MetricWarning
 from dmcp.training.optimizer import has_batch_norms
 from dmcp.training.preflight import classes_of, first_two, preflight
 from dmcp.training.trained import is_trained
-from dmcp.within import RACES, Race, choose_within, race_config, race_name, with_reachable_start
+from dmcp.within import with_reachable_start
 
-Picked = TypeVar("Picked")
 _SHARED_ROWS = (ORIGINAL, TEACHER, UNPRUNED)  # rows that all budgets share
-_FORWARD = 1 / 3  # the work of a forward pass, as a share of a training step
 
 
 @checked
@@ -248,348 +224,6 @@ def _traced(model: nn.Module, sample: Any, graph: ChannelGraph | None, task: Tas
     return graph
 
 
-# the job
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PruneJob:
-    """What is pruned, to which budgets and how: everything is chosen, nothing has run."""
-
-    model: nn.Module
-    graph: ChannelGraph
-    budgets: Mapping[str, Budget]  # by name
-    search: ResolvedSearchConfig
-    loaders: Loaders
-    method: str = DMCP
-    retraining: Retraining = Retraining(config=resolve_training(TrainConfig()), kind=Retrain.NONE)
-    baselines: frozenset[str] = frozenset()
-    task: Task = Task()
-    runtime: Runtime = Runtime()
-    timer: Timer | None = None  # measures as the latency table was measured; None where this is not possible
-    within: float | None = None  # the loss that is allowed; the budget is then where the search begins
-
-    @property
-    def searches(self) -> bool:
-        """Whether the method is our search."""
-        return self.method == DMCP
-
-    def row(self, kind: str, budget: str) -> str:
-        """The name of a row of the table, which names the budget if there are several."""
-        return f"{kind} {budget}" if len(self.budgets) > 1 else kind
-
-
-def resumable(job: PruneJob) -> PruneJob:
-    """The same job with checkpoints that refuse to go on with other settings, weights or data.
-
-    Checkpoints that have an identity already keep it.
-    """
-    checkpointer = job.runtime.checkpointer
-    if checkpointer is None or checkpointer.identity:
-        return job
-    retraining = job.retraining
-    teacher = retraining.teacher_network
-    table = Latency.of(job.graph)
-    distill = job.task.distill
-    settings: dict[str, Any] = {
-        "search": job.search,
-        "train": retraining.config,
-        "retrain": retraining.kind,
-        "engine": job.runtime.engine or Engine(),
-        "method": job.method,
-        "budgets": list(job.budgets),
-        "within": job.within,
-        "baselines": sorted(job.baselines),
-        "graph": job.graph.fingerprint,
-        "arch_loader": job.loaders.arch is not None,
-        "optimizer": job.task.optimizer is not None,
-        "distill": distill if isinstance(distill, Distill) else distill is not None,
-        "latency": table and table.digest,
-        "teacher": retraining.teacher if teacher is None else TEACHER,
-    }
-    for name, loader in job.loaders.by_name.items():
-        settings[f"data of {name}"] = digest_of_loader(loader, current())
-    weights = unwrap(job.model).state_dict()
-    teacher_weights = None if teacher is None else teacher.state_dict()
-    identity = plain_settings(settings, weights, current(), teacher_weights)
-    return replace(job, runtime=replace(job.runtime, checkpointer=replace(checkpointer, identity=identity)))
-
-
-def phases(job: PruneJob, val_loader: Loader) -> list[progress.Phase]:
-    """The phases to come, with the work of their steps, in training steps of the unpruned network."""
-    return [*_search_phases(job), *_race_phases(job), *_training_phases(job, val_loader)]
-
-
-def _search_phases(job: PruneJob) -> list[progress.Phase]:
-    if not job.searches:
-        return []
-    config = job.search
-    steps_per_epoch = -(-length_of(job.loaders.search) // config.accumulate)
-    work = 0.75 * (2 + config.subnets) + 0.5  # narrow sub-networks cost less than the unpruned network
-    return [progress.Phase(SEARCH, steps_per_epoch * config.epochs, config.accumulate * work)]
-
-
-def _race_phases(job: PruneJob) -> list[progress.Phase]:
-    """The short trainings that decide on a budget: of the unpruned network, and of networks half as large."""
-    if job.within is None or job.retraining.kind is Retrain.NONE:
-        return []
-    race = _race(job)
-    steps = race.retraining.config.epochs * length_of(race.loader)
-    work_of_teacher = _work_of_teacher(job.retraining, "")
-    races = [progress.Phase(race_name(0), steps, 1.0 + work_of_teacher)]
-    for number in range(1, RACES + 1):
-        races.append(progress.Phase(race_name(number), steps, 0.5 + work_of_teacher))
-    return races
-
-
-def _training_phases(job: PruneJob, val_loader: Loader) -> list[progress.Phase]:
-    retraining = job.retraining
-    shares: dict[str, float] = {}  # of the MACs of the unpruned network, to which the work is proportional
-    if UNPRUNED in job.baselines or retraining.teacher == UNPRUNED:
-        shares[UNPRUNED] = 1.0
-    for name, budget in job.budgets.items():
-        macs = [limit.target for limit in budget.limits if limit.kind == "macs"]
-        share = macs[0] / job.graph.macs() if macs else 0.5
-        if UNIFORM in job.baselines:
-            shares[job.row(UNIFORM, name)] = share
-        shares[job.row(job.method, name)] = share
-
-    to_come: list[progress.Phase] = []
-    if retraining.kind is not Retrain.NONE:
-        steps = retraining.config.epochs * length_of(job.loaders.final)
-        for name, share in shares.items():
-            to_come.append(progress.Phase(name, steps, share + _work_of_teacher(retraining, name)))
-    to_come.append(progress.Phase("test", length_hint(val_loader) * len(shares), _FORWARD))
-    return to_come
-
-
-def _work_of_teacher(retraining: Retraining, name: str) -> float:
-    """The work of the teacher in each training step of a network."""
-    if name == UNPRUNED and retraining.teacher_network is None:
-        return 0.0  # it is the teacher, or there is none
-    if retraining.kind is Retrain.SLIMMABLE:
-        return 1.0  # the unpruned network is trained beside the pruned one
-    return 0.0 if retraining.teacher is None else _FORWARD
-
-
-# which widths
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Source:
-    """The unpruned network that the cuts, and those of baselines, are made from."""
-
-    model: nn.Module
-    graph: ChannelGraph
-    searched: bool  # whether its first channels are the important ones, as after a search
-    samples: Sequence[Any] = ()  # that its channels are scored on
-
-    @functools.cached_property
-    def scores(self) -> Scores:
-        """A score for each channel."""
-        return scores_of(self.model, self.graph, self.samples)
-
-    def cut(self, widths: Widths) -> nn.Module:
-        """A network of these widths with the channels that matter most."""
-        if self.searched:
-            return cut(self.model, self.graph, widths)
-        return cut(self.model, self.graph, widths, by=self.scores)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedCut:
-    """What is cut for one budget."""
-
-    choice: Choice  # the widths, and the channels that are kept
-    source: Source  # the network that the choice was made for
-    budget: Budget  # with the latency limit that was used in the end
-    latency: LatencyOutcome | None = None
-
-    @property
-    def widths(self) -> Widths:
-        """The channels of each space."""
-        return self.choice.widths
-
-    def cut(self, graph: ChannelGraph) -> nn.Module:
-        """A cut network with the weights of the channels that are kept."""
-        if self.choice.model is None:  # the method chose widths only
-            return self.source.cut(self.widths)
-        return cut(self.choice.model, graph, self.choice.kept)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Selector:
-    """What a search or a method gives: the choice for any budget follows from it."""
-
-    source: Source
-    choose: Callable[[Budget], Choice]
-    search: SearchResult | None = None
-    trained: TrainedNetworks = TrainedNetworks()  # what had to be trained for it
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Selection:
-    """What is cut for each budget, and where that comes from."""
-
-    cuts: Mapping[str, PlannedCut]  # by the name of the budget
-    selector: Selector
-    within: WithinOutcome | None = None  # how the budget was chosen
-
-
-def search_widths(job: PruneJob) -> Selector:
-    """One search. The expected widths are scaled to each budget, which may be another one than that of the search."""
-    net = Supernet(job.model, job.graph, job.search.groups, job.search.align)
-    result = searching.search(
-        net,
-        job.loaders.search,
-        job.search,
-        arch_loader=job.loaders.arch,
-        task=job.task,
-        runtime=job.runtime.stage(SEARCH),
-    )
-
-    def choose(budget: Budget) -> Choice:
-        widths = expected(replace(result, budget=budget))
-        return Choice(widths=widths, kept=widths, model=net.model)
-
-    source = Source(model=net.model, graph=job.graph, searched=True)
-    return Selector(source=source, choose=choose, search=result)
-
-
-def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
-    """What a method without a search chooses. If it ranks trained weights, an untrained model is trained first."""
-    model = unwrap(job.model)
-    samples = first_samples(job.loaders.search, device_of(model))  # before a training draws any: a resumed run has none
-    pretrained = TrainedNetworks()
-    if find_method(job.method).trained and not trained:
-        if job.retraining.kind is Retrain.NONE:
-            warn(f"The network is not trained, so {job.method} ranks random weights.")
-        else:
-            pretrained = train_all(
-                model,
-                job.graph,
-                {UNPRUNED: job.graph.full},
-                job.loaders.final,
-                job.retraining,
-                task=job.task,
-                runtime=job.runtime,
-            )
-            model = pretrained.networks[UNPRUNED]
-
-    source = Source(model=model, graph=job.graph, searched=False, samples=samples)
-    low, high = reachable(job.graph, job.search)
-    first_budget = next(iter(job.budgets.values()))
-    problem = Problem(
-        model=model,
-        graph=job.graph,
-        loader=job.loaders.search,
-        held_out=job.loaders.arch or job.loaders.search,
-        budget=first_budget,
-        recipe=job.retraining.config,
-        min_widths=low,
-        max_widths=high,
-        align=job.search.align,
-        score=lambda: source.scores,
-        seed=job.search.seed,
-        task=job.task,
-        runtime=job.runtime,
-    )
-    chooses_once = len(job.budgets) == 1 and not limits_latency(first_budget) and job.within is None
-    choose = chooser(job.method, problem, chooses_once)
-    return Selector(source=source, choose=choose, trained=pretrained)
-
-
-def plan_cuts(job: PruneJob, selector: Selector) -> dict[str, PlannedCut]:
-    """The cut for each budget of the job."""
-    cuts: dict[str, PlannedCut] = {}
-    for name, budget in job.budgets.items():
-        folder_name = name if len(job.budgets) > 1 else ""
-        cuts[name] = _plan_cut(job, selector, budget, folder_name)
-        _warn_if_slow(cuts[name])
-    return cuts
-
-
-def _plan_cut(job: PruneJob, selector: Selector, budget: Budget, folder_name: str) -> PlannedCut:
-    """The cut for one budget. A network that is slower or faster than its latency limit is chosen again."""
-
-    def plan_cut(budget: Budget) -> PlannedCut:
-        return PlannedCut(choice=selector.choose(budget), source=selector.source, budget=budget)
-
-    def cut_to_be_measured(budget: Budget) -> tuple[PlannedCut, Widths, nn.Module]:
-        planned = plan_cut(budget)
-        return planned, planned.widths, planned.cut(job.graph)
-
-    if not limits_latency(budget):
-        return plan_cut(budget)
-    planned, outcome = _choose_within_latency(job, cut_to_be_measured, budget, folder_name)
-    return replace(planned, latency=outcome)
-
-
-def _warn_if_slow(planned: PlannedCut) -> None:
-    """Warn of a network that takes more time than its budget allows."""
-    outcome = planned.latency
-    if outcome is not None and outcome.warning and current().first:
-        warn(outcome.warning)
-
-
-def choose_budget(
-    job: PruneJob, selector: Selector, within: float
-) -> tuple[PruneJob, dict[str, PlannedCut], WithinOutcome]:
-    """The job with the smallest budget whose network loses at most so much, its cut, and how that was decided."""
-    (searched,) = job.budgets.values()
-    (kind,) = searched.kinds
-
-    def plan(budget: Budget) -> PlannedCut:
-        return _plan_cut(job, selector, budget, budget.file_name)
-
-    planned, budget, outcome = choose_within(
-        within,
-        plan,
-        _race(job),
-        model=job.model,
-        graph=job.graph,
-        kind=kind,
-        reachable=reachable(job.graph, job.search),
-        metric=job.task.metric,
-        trains=job.retraining.kind is not Retrain.NONE,
-    )
-    _warn_if_slow(planned)
-    return replace(job, budgets={budget.file_name: budget}), {budget.file_name: planned}, outcome
-
-
-def _race(job: PruneJob) -> Race:
-    """The short training and the held-out images that decide on a budget."""
-    loaders = job.loaders
-    assert loaders.held_out is not None
-    short = race_config(job.retraining.config, loaders.final, loaders.search)
-    return Race(
-        graph=job.graph,
-        retraining=replace(job.retraining, config=short),
-        loader=loaders.search,
-        held_out=loaders.held_out,
-        task=job.task,
-        runtime=job.runtime,
-    )
-
-
-def _choose_within_latency(
-    job: PruneJob, pick: Callable[[Budget], tuple[Picked, Widths, nn.Module]], budget: Budget, folder: str
-) -> tuple[Picked, LatencyOutcome]:
-    """Pick for a budget, and again as long as what is measured is not inside the limit or far below it."""
-    lowest, highest = reachable(job.graph, job.search)
-    allowed = AllowedWidths(job.graph, lowest.tensor(), highest.tensor(), job.search.align)
-    fastest = allowed.widths(cheapest_widths(budget, job.graph, allowed))
-    return choose_within_latency(
-        pick,
-        budget,
-        job.graph,
-        lowest=job.graph.cost(LATENCY, job.graph.widths(fastest)),
-        highest=job.graph.cost(LATENCY, highest),
-        model=job.model,
-        timer=job.timer,
-        folder=latency_folder(job.runtime, folder),
-    )
-
-
 # training
 
 
@@ -613,7 +247,7 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
     for name, planned in selection.cuts.items():
         if UNIFORM in job.baselines:
             row = job.row(UNIFORM, name)
-            widths[row] = _uniform_widths(job, selector.source.model, name)
+            widths[row] = uniform_widths(job, selector.source.model, name)
             if not retraining.anew:
                 cuts[row] = selector.source.cut(widths[row])
         row = job.row(job.method, name)
@@ -631,23 +265,6 @@ def train_networks(job: PruneJob, selection: Selection) -> tuple[TrainedNetworks
         check_budget(trained.networks[job.row(job.method, name)], planned.widths, graph, planned.budget)
         widths[job.row(CUT, name)] = planned.widths
     return selector.trained | trained, widths
-
-
-def _uniform_widths(job: PruneJob, source: nn.Module, budget: str) -> Widths:
-    """Uniform widths for one of the budgets; of a latency limit as measured, like those that are searched."""
-    low, high = reachable(job.graph, job.search)
-
-    def choose(limited: Budget) -> Widths:
-        return uniform(job.graph, limited, low, job.search.align, filled(job.search), high)
-
-    def cut_to_be_measured(limited: Budget) -> tuple[Widths, Widths, nn.Module]:
-        widths = choose(limited)
-        return widths, widths, cut(source, job.graph, widths)
-
-    if not limits_latency(job.budgets[budget]):
-        return choose(job.budgets[budget])
-    widths, _ = _choose_within_latency(job, cut_to_be_measured, job.budgets[budget], job.row(UNIFORM, budget))
-    return widths
 
 
 def _fresh_source(job: PruneJob, source: Source) -> nn.Module:

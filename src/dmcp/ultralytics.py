@@ -18,10 +18,11 @@ from dmcp.exporting.latency import Latency
 from dmcp.exporting.timing import Measure
 from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
 from dmcp.installation import install_command
-from dmcp.pruning import PruneJob, choose_widths, plan_cuts, resumable, search_widths
+from dmcp.job import PruneJob, resumable
 from dmcp.request import Loaders, Spec, check_method, read_specs, with_budget
 from dmcp.runs.records import DMCP
 from dmcp.runtime.progress import showing
+from dmcp.selection import choose_widths, plan_cuts, search_widths
 from dmcp.settings import ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig
 from dmcp.tracing.modules import modules_of
 from dmcp.tracing.trace import trace

@@ -22,7 +22,7 @@ from dmcp.cutting import cut
 from dmcp.data.loaders import CHUNK, with_batch_size
 from dmcp.exporting.timing import synchronize
 from dmcp.feasibility import parse_budgets, reachable
-from dmcp.pruning import PruneJob, phases
+from dmcp.job import PruneJob, phases
 from dmcp.request import check_method, other_networks
 from dmcp.retraining import Retraining
 from dmcp.runs.config import RunConfig
