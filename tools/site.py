@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 import runpy
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ MEMBERS = {  # of classes whose other members are for our own code
     "Loaders": "",
     "Runtime": "",
 }
+MADE_BY_US = {"ChannelGraph"}  # classes that nobody else calls, so that their arguments are of no use
 
 
 def on_config(config: Any) -> Any:
@@ -106,15 +108,24 @@ def reference() -> str:
 def entry(name: str) -> str:
     """One name of the reference: made by mkdocstrings, or a table of the fields of settings."""
     value = getattr(dmcp, name)
+    if isinstance(value, type) and issubclass(value, StrEnum):
+        return f"::: dmcp.{name}\n\nOne of {', '.join(f'`{member.value!r}`' for member in value)}."
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     if not any("help" in field.metadata for field in fields):
         if name not in MEMBERS:
             return f"::: dmcp.{name}"
-        return f"::: dmcp.{name}\n    options:\n      members: [{', '.join(MEMBERS[name].split())}]"
+        shown = f"members: [{', '.join(MEMBERS[name].split())}]"
+        if name in MADE_BY_US:
+            shown += "\n      merge_init_into_class: false"
+        return f"::: dmcp.{name}\n    options:\n      {shown}"
     rows = ["| field | default | meaning |", "|---|---|---|"]
     for field in fields:
         default = ""
-        if field.default is not dataclasses.MISSING:
+        if field.default_factory is not dataclasses.MISSING:
+            default = f"`{field.default_factory()!r}`"
+        elif isinstance(field.default, StrEnum):
+            default = f"`{field.default.value!r}`"
+        elif field.default is not dataclasses.MISSING:
             default = f"`{field.default!r}`"
         rows.append(f"| `{field.name}` | {default} | {field.metadata['help']} |")
     return f"### dmcp.{name} {{: data-toc-label='{name}' }}\n\n{inspect.getdoc(value)}\n\n" + "\n".join(rows)
