@@ -12,6 +12,7 @@ import torch
 from nets import Residual, SharedWeight, randomise, sample
 
 import dmcp
+from dmcp.defaults import resolve_search
 from dmcp.searching.budget import spent_shares
 from dmcp.searching.search import prepare_chains
 
@@ -32,7 +33,7 @@ def supernet() -> dmcp.Supernet:
 
 
 def gates_of(net: dmcp.Supernet) -> bernoulli.BernoulliGates:
-    _, chains = prepare_chains(net, CONFIG)
+    _, chains = prepare_chains(net, resolve_search(CONFIG))
     return bernoulli.BernoulliGates(chains.sizes, chains.index)
 
 

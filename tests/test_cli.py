@@ -260,6 +260,13 @@ def test_a_cut_without_a_search_and_without_training(weights: str, capsys: Captu
     assert code == 0 and json.loads(out)["budgets"]["20%"]["macs_share"] <= 0.2
 
 
+@pytest.mark.filterwarnings("always::dmcp.errors.DmcpWarning", "ignore::dmcp.searching.search.SearchWarning")
+def test_a_warning_is_one_plain_line(capsys: Capture, tmp_path: Path) -> None:
+    words = ("prune", *SMALL, "--method", "l2", "--retrain", "none", "--out", str(tmp_path / "run"))
+    code, _, err = run(capsys, *words)
+    assert code == 0 and err.splitlines() == ["The network is not trained, so l2 ranks random weights."]
+
+
 def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -> None:
     words = ("prune", *SMALL[:6], "--weights", weights, "--dry-run", "--json")
     facts = json.loads(run(capsys, *words, "--epochs", "3", "--budget", "60%", "--budget", "40%")[1])
@@ -270,7 +277,7 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
     assert {it["name"]: it["steps"] for it in facts["stages"]} == steps and facts["steps"] == sum(steps.values())
     assert facts["seconds"] == pytest.approx(sum(it["seconds"] for it in facts["stages"]))
     facts = json.loads(run(capsys, *words, "--method", "l2")[1])
-    assert facts["chosen"].keys() == {"batch", "epochs", "lr", "weight_decay"}
+    assert facts["chosen"].keys() == {"batch", "epochs", "optimizer", "lr", "weight_decay"}
     assert [it["name"] for it in facts["stages"]] == ["l2"]
     facts = json.loads(run(capsys, *words, "--method", "sensitivity", "--baselines")[1])
     assert [it["name"] for it in facts["stages"]] == ["unpruned", "sensitivity"]  # uniform is the same network

@@ -287,6 +287,23 @@ def test_without_a_search_the_channels_stay_that_the_outputs_depend_on(method: s
     assert [row.name for row in result.rows] == [ORIGINAL, method]
 
 
+def test_search_settings_need_no_budget_where_prune_has_one() -> None:
+    settings = SearchConfig(epochs=2, groups=4)
+    result = prune(budget="60%", search=settings, retrain="none")
+    expected = prune(search=replace(settings, budget="60%"), retrain="none")
+    assert result.search_config == expected.search_config and result.widths == expected.widths
+    several = prune(budget=["70%", "60%", "50%"], search=settings, retrain="none")
+    assert [it.budget.text for it in several.by_budget.values()] == ["70%", "60%", "50%"]
+    assert several.search_config.budget == "60%" and several.search_config.epochs == 2
+    assert prune(search=settings, retrain="none").budget.text == "50%"
+
+    model, graph = traced_residual()
+    with pytest.raises(BudgetError, match="two budgets"):
+        prune(budget="60%", search=SearchConfig(budget="50%", epochs=2))
+    with pytest.raises(BudgetError, match="needs a budget"):
+        dmcp.search(dmcp.Supernet(model, graph, 4), [], settings)
+
+
 def test_channels_are_scored_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     model, graph, loaders = trained()
     expected = [dmcp.prune(model, *loaders, it, method="sensitivity", retrain="none").model for it in ("70%", "40%")]

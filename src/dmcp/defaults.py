@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmcp.budgets import Budget
+from dmcp.errors import BudgetError
 from dmcp.settings import (
     Init,
     Optimizer,
@@ -66,6 +67,8 @@ _HEAVY_BATCH = 64
 
 def resolve_search(config: SearchConfig, values: Mapping[str, Any] = _SEARCH) -> ResolvedSearchConfig:
     """The settings with these values where they are unset; by default those for a network that is not trained."""
+    if config.budget is None:
+        raise BudgetError('A search needs a budget: SearchConfig(budget="50%").')
     filled = _filled(config, values)
     if filled["optimizer"] is Optimizer.ADAMW and config.lr is None:
         filled["lr"] = _ADAMW_RATE

@@ -1,6 +1,9 @@
-"""Every error that is raised on purpose, in one tree."""
+"""Every error that is raised on purpose, in one tree, and every warning."""
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 
 class DmcpError(Exception):
@@ -45,3 +48,17 @@ class RankError(DmcpError):
 
 class StoppedError(DmcpError):
     """A run was asked to stop, and saved its state."""
+
+
+class DmcpWarning(UserWarning):
+    """The base class of all warnings of this package."""
+
+
+def warn(text: str, category: type[DmcpWarning] = DmcpWarning) -> None:
+    """Warn at the line of the user's code that led here."""
+    frame = sys._getframe()
+    level = 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "dmcp":
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, category, stacklevel=level)

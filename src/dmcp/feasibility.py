@@ -115,7 +115,9 @@ def time_networks(
     BudgetError, before anything is measured, if its budget has another limit that is out of reach.
     """
     low, high = reachable(graph, search)
-    counted = counted_part(search.budget, graph)
+    counted = None
+    if search.budget is not None:
+        counted = counted_part(search.budget, graph)
     if counted is not None:
         check_reachable(counted, graph, low, high)
     config = replace(config or LatencyConfig(), min_channels=low, max_channels=high, align=search.align)

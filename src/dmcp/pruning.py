@@ -16,7 +16,7 @@ from dmcp.compare.methods import chooser, find_method
 from dmcp.compare.problem import Choice, Problem
 from dmcp.cutting import cut, with_frozen
 from dmcp.defaults import resolve_training
-from dmcp.errors import TrainingError, WidthsError
+from dmcp.errors import TrainingError, WidthsError, warn
 from dmcp.exporting.latency import Latency
 from dmcp.exporting.latency_limit import choose_within_latency
 from dmcp.exporting.timing import Measure, Timer
@@ -64,7 +64,7 @@ from dmcp.tracing.trace import trace
 from dmcp.tracing.verification import verify
 from dmcp.tracing.widths import Widths, fingerprint
 from dmcp.training.loop import Runtime, Task
-from dmcp.training.losses import MetricWarning, warn
+from dmcp.training.losses import MetricWarning
 from dmcp.training.optimizer import has_batch_norms
 from dmcp.training.preflight import classes_of, first_two, preflight
 from dmcp.training.trained import is_trained
@@ -462,7 +462,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
     pretrained = TrainedNetworks()
     if find_method(job.method).trained and not trained:
         if job.retraining.kind is Retrain.NONE:
-            warn(f"The network is not trained, so {job.method} ranks random weights.", UserWarning)
+            warn(f"The network is not trained, so {job.method} ranks random weights.")
         else:
             pretrained = train_all(
                 model,
@@ -528,7 +528,7 @@ def _warn_if_slow(planned: PlannedCut) -> None:
     """Warn of a network that takes more time than its budget allows."""
     outcome = planned.latency
     if outcome is not None and outcome.warning and current().first:
-        warn(outcome.warning, UserWarning)
+        warn(outcome.warning)
 
 
 def choose_budget(

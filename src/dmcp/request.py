@@ -131,7 +131,7 @@ def read_request(
         method=method,
         searches=searches,
         within=within,
-        search=search or SearchConfig(budget=choose_middle(specs)),
+        search=with_budget(search or SearchConfig(), specs),
         train=train or TrainConfig(),
         retrain=kind,
         teacher=teacher,
@@ -190,7 +190,7 @@ def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None
         if not budget:
             raise BudgetError("The list of budgets is empty: give at least one.")
         specs = list(budget)
-    elif search is None:
+    elif search is None or search.budget is None:
         specs = [DEFAULT_BUDGET if budget is None else budget]
     elif budget is None or budget == search.budget:
         specs = [search.budget]
@@ -203,9 +203,16 @@ def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None
     return specs
 
 
+def with_budget(search: SearchConfig, specs: Sequence[Spec]) -> SearchConfig:
+    """The settings with the budget that the one search is for, if they have none."""
+    if search.budget is None:
+        return replace(search, budget=choose_middle(specs))
+    return search
+
+
 def read_spec_within(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> Spec:
     """The budget that the search of `within` begins with; it has one kind of cost, which is to be lowered."""
-    if search is None:
+    if search is None or search.budget is None:
         return DEFAULT_BUDGET if budget is None else budget_of_kind(budget)
     if budget is not None:
         raise BudgetError("within takes the kind of cost from the search settings: leave the budget out.")

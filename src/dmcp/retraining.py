@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dmcp.cutting import cut, reinitialize
-from dmcp.errors import TrainingError
+from dmcp.errors import DmcpWarning, TrainingError, warn
 from dmcp.results import divergence, last_epoch_loss
 from dmcp.runs.records import ORIGINAL, TEACHER, UNPRUNED, StepRecord
 from dmcp.runtime.batches import Loader, device_of, generator, length_of
@@ -25,7 +25,7 @@ from dmcp.tracing.widths import Widths, fingerprint
 from dmcp.training.calibration import recalibrate
 from dmcp.training.distillation import Distillation, detached, distillation_loss, is_of_classes
 from dmcp.training.loop import Runtime, Task, train
-from dmcp.training.losses import classification_loss, warn
+from dmcp.training.losses import classification_loss
 from dmcp.training.trained import describe_guessing
 
 # Teachers, in words.
@@ -34,11 +34,11 @@ TRAINED_FIRST = "the unpruned network, which was trained first"
 _FEW_STEPS = 100  # below this the running statistics of BatchNorms lag behind the weights: REPORT.md, "short"
 
 
-class DivergenceWarning(UserWarning):
+class DivergenceWarning(DmcpWarning):
     """A training whose loss ended higher than it began."""
 
 
-class TeacherWarning(UserWarning):
+class TeacherWarning(DmcpWarning):
     """A teacher that guesses."""
 
 

@@ -120,8 +120,9 @@ class SearchConfig:
     momenta and weight_decay, and 15 groups for MobileNetV2. The paper map of the docs has a table.
     """
 
-    budget: int | float | str | Budget = setting(
-        help="Limit on the cost of the pruned network: 50% of the MACs, 211M (MACs), params:2M, memory:256kB, "
+    budget: int | float | str | Budget | None = setting(
+        None,
+        "Limit on the cost of the pruned network: 50% of the MACs, 211M (MACs), params:2M, memory:256kB, "
         "traffic:50% (of the bytes read and written), 8ms or latency:50%. Join limits that must all hold with commas: "
         "50%,params:2M. Repeat the option to get one network for each budget from a single search.",
         group="Budget",
@@ -232,7 +233,8 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        read_budget(self.budget)  # refuses what cannot be read; `parse_budget` makes limits of it for a network
+        if self.budget is not None:
+            read_budget(self.budget)  # refuses what cannot be read; `parse_budget` makes limits of it for a network
         if self.epochs is None or self.warmup is None:
             return
         if round(self.epochs * self.warmup) == self.epochs:
@@ -245,6 +247,7 @@ class SearchConfig:
 class ResolvedSearchConfig(SearchConfig):
     """Settings of a search with nothing left to choose."""
 
+    budget: int | float | str | Budget
     epochs: int
     warmup: float
     sort: bool

@@ -19,7 +19,7 @@ from dmcp.exporting.timing import Measure
 from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
 from dmcp.installation import install_command
 from dmcp.pruning import PruneJob, choose_widths, plan_cuts, resumable, search_widths
-from dmcp.request import Loaders, Spec, check_method, read_specs
+from dmcp.request import Loaders, Spec, check_method, read_specs, with_budget
 from dmcp.runs.records import DMCP
 from dmcp.runtime.progress import showing
 from dmcp.settings import ResolvedSearchConfig, Retrain, SearchConfig, TrainConfig
@@ -87,7 +87,7 @@ def prune(
     example = next(iter(batches))["input"][:2]
     graph = trace(model, example, ignore)
     batch_size = trainer.batch_size
-    asked = search or SearchConfig(budget=specs[0], reference_batch=batch_size)
+    asked = with_budget(search or SearchConfig(reference_batch=batch_size), specs)
     if epochs is not None:
         asked = replace(asked, epochs=epochs)
     trained = bool(yolo.ckpt)

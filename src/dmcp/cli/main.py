@@ -17,7 +17,7 @@ from dmcp import __version__
 from dmcp.cli.completion import complete_model, complete_run
 from dmcp.cli.config import Request, make_config
 from dmcp.cli.options import Grouped, takes_settings
-from dmcp.errors import DmcpError, RankError, StoppedError
+from dmcp.errors import DmcpError, DmcpWarning, RankError, StoppedError
 from dmcp.runs.config import RunConfig
 from dmcp.settings import MAX_SEED, Corrupt, FloatType, LatencyConfig, LatencyMode, RuntimeKind
 
@@ -171,8 +171,7 @@ def _sentence(error: BaseException, code: int) -> str:
 
 def _show_warning(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> None:
     """Print our own warnings as a sentence only: where they are in the code is of no use at the command line."""
-    is_ours = category.__module__.partition(".")[0] == "dmcp"
-    if is_ours:
+    if issubclass(category, DmcpWarning):
         text = f"{message}\n"
     else:
         text = warnings.formatwarning(message, category, file, line)

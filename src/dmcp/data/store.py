@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import warnings
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from dmcp.data.folders import FolderSet
 from dmcp.data.images import Array, Broken, Size, before_crop, cover, inspect_files, read_pixels, resize
-from dmcp.errors import DataError
+from dmcp.errors import DataError, warn
 from dmcp.runtime.io import CONTAINER_LIMITS, write_files
 from dmcp.runtime.progress import phase
 
@@ -151,7 +150,7 @@ def _build(
             store = _decode_all(paths, least, most_bytes, workers, part)
         if store is not None:
             consequence = "they stay in memory and are decoded again next time"
-            warnings.warn(f"{CACHE}: the decoded images cannot be kept there ({error}): {consequence}.", stacklevel=3)
+            warn(f"{CACHE}: the decoded images cannot be kept there ({error}): {consequence}.")
     return store
 
 

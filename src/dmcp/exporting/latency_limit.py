@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from dmcp.budgets import LATENCY, Budget, Limit, limits_latency
+from dmcp.errors import warn
 from dmcp.exporting.export import missing_packages
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.exporting.timing import Measure, Timer, device_name
@@ -154,7 +154,7 @@ def attach_latency(
         return graph
     table = Latency.from_json(_once(folder, LATENCY_FILE, lambda: measure().to_json()), folder)
     if table.warning and current().first:
-        warnings.warn(table.warning, stacklevel=3)
+        warn(table.warning)
     return table.attach(graph)
 
 

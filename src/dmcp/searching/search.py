@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from dmcp.arguments import checked
 from dmcp.budgets import Budget
 from dmcp.defaults import resolve_search
-from dmcp.errors import TrainingError, WidthsError
+from dmcp.errors import DmcpWarning, TrainingError, WidthsError, warn
 from dmcp.markov import CERTAIN, group_sizes, merged
 from dmcp.runs.records import SearchRecord
 from dmcp.runtime.batches import Loader, device_of, length_of, size_of
@@ -43,14 +43,14 @@ from dmcp.settings import (
 from dmcp.tracing.modules import modules_of, without_autocast
 from dmcp.training.distillation import is_of_classes, warn_of_distillation
 from dmcp.training.loop import Log, Runtime, Task, check_trainable, resume, with_distillation, with_optimizer
-from dmcp.training.losses import classification_loss, warn
+from dmcp.training.losses import classification_loss
 from dmcp.training.optimizer import cosine
 
 SEARCH = "search"  # the stage of its events
 LARGE = 100_000_000  # MACs of one sample from which a network is a large one
 
 
-class SearchWarning(UserWarning):
+class SearchWarning(DmcpWarning):
     """A search whose expected cost ended far from its budget."""
 
 
@@ -334,7 +334,7 @@ def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
 # before the first step
 
 
-def prepare_chains(net: Supernet, config: SearchConfig) -> tuple[Budget, Chains]:
+def prepare_chains(net: Supernet, config: ResolvedSearchConfig) -> tuple[Budget, Chains]:
     """The budget, and the chains of the supernet that can reach it; an error if they do not fit together."""
     groups = [list(group_sizes(space.size, config.groups, space.step(config.align))) for space in net.graph.spaces]
     groups_of_net = [[size for size in row if size] for row in net.sizes.tolist()]

@@ -14,20 +14,20 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from dmcp.errors import TrainingError
+from dmcp.errors import DmcpWarning, TrainingError, warn
 from dmcp.runtime.batches import device_of, input_of
 from dmcp.runtime.checkpoint import untouched
 from dmcp.runtime.distributed import current
 from dmcp.settings import Distill
 from dmcp.tracing.modules import call_model, narrow, tensors_in, unwrap
-from dmcp.training.losses import Loss, check_scalar, noting_call, warn
+from dmcp.training.losses import Loss, check_scalar, noting_call
 
 Distance = Callable[[Any, Any], Tensor]  # (student_output, teacher_output) -> scalar
 # One for all tensors of an output, one for each of them in order, or one for each named part; None leaves a part out.
 Distillation = Distill | Distance | Sequence[Any] | Mapping[str, Any]
 
 
-class DistillationWarning(UserWarning):
+class DistillationWarning(DmcpWarning):
     """Outputs are taken for class scores, though the loss is the user's own and they may be something else."""
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmcp.arguments import checked
-from dmcp.errors import DataError, DmcpError, TrainingError
+from dmcp.errors import DataError, DmcpError, DmcpWarning, TrainingError
 from dmcp.runtime.batches import labels_of, size_of, widest
 from dmcp.runtime.distributed import World, gather, sum_values
 
@@ -40,18 +38,8 @@ _METHODS = ("reset", "update", "compute")
 _IGNORED_LABEL = -100  # cross-entropy leaves it out
 
 
-class MetricWarning(UserWarning):
+class MetricWarning(DmcpWarning):
     """A metric that is not a number."""
-
-
-def warn(text: str, category: type[Warning]) -> None:
-    """Warn at the line of the user's code that led here."""
-    frame = sys._getframe()
-    level = 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "dmcp":
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, category, stacklevel=level)
 
 
 # losses

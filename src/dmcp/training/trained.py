@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dmcp.errors import DmcpWarning, warn
 from dmcp.runtime.batches import Loader, device_of, generator, labels_of, size_of
 from dmcp.runtime.checkpoint import untouched
 from dmcp.runtime.distributed import current, sum_values
 from dmcp.runtime.progress import phase
 from dmcp.tracing.modules import modules_of, narrow, unwrap
 from dmcp.training.loop import evaluate, evaluate_counted
-from dmcp.training.losses import LowerIsBetter, Metric, top1, warn
+from dmcp.training.losses import LowerIsBetter, Metric, top1
 
 _LOG = logging.getLogger("dmcp")
 _LITTLE = 0.1  # of the way from guessing to all answers correct: up to here, nothing was learned
@@ -29,11 +30,11 @@ _CLEARLY = 0.25  # a trained network is better than the best shuffled copy by mo
 _SPREADS = 3  # ... or by more than this many times the difference between the best and the worst copy
 
 
-class LabelsWarning(UserWarning):
+class LabelsWarning(DmcpWarning):
     """A network that was trained before, but whose answers do not fit the labels."""
 
 
-class UnusedNormsWarning(UserWarning):
+class UnusedNormsWarning(DmcpWarning):
     """A trained network whose BatchNorms were never in train mode."""
 
 
