@@ -192,7 +192,7 @@ def prune(
             within=within,
         )
     )
-    plan(phases(job, val_loader))
+    plan(phases(job, val_loader), _avoidable_search(job, trained=trained))
     untrained = given_networks(model, ORIGINAL in job.baselines, request.other_teacher(model))
 
     # One search serves all budgets; other methods choose for each budget.
@@ -317,6 +317,13 @@ def resumable(job: PruneJob) -> PruneJob:
 def phases(job: PruneJob, val_loader: Loader) -> list[progress.Phase]:
     """The phases to come, with the work of their steps, in training steps of the unpruned network."""
     return [*_search_phases(job), *_race_phases(job), *_training_phases(job, val_loader)]
+
+
+def _avoidable_search(job: PruneJob, *, trained: bool) -> progress.Avoidable | None:
+    """The search, if it runs on a CPU and the weights of the model are good enough to choose channels by."""
+    if not job.searches or not trained or device_of(job.model).type != "cpu":
+        return None
+    return progress.Avoidable(SEARCH, '--method sensitivity (method="sensitivity")')
 
 
 def _search_phases(job: PruneJob) -> list[progress.Phase]:
