@@ -42,7 +42,8 @@ def test_a_line_has_the_mean_and_the_deviation_of_the_seeds() -> None:
         "LPRNet, 50%, 40 epochs, taught",
         "plates read right, %",
         "91.0 ± 1.4",
-        "30.0 ± 0.0",
+        "30.0",
+        "",
         "",
         "86.0 ± 1.4",
         "82.0 ± 2.8",
@@ -56,6 +57,12 @@ def test_a_line_has_the_mean_and_the_deviation_of_the_seeds() -> None:
     assert len(scores.splitlines()) == len(losses.splitlines()) == len(commands.splitlines()) == 3
     assert "| 0.086 ± 0.001 | 0.082 ± 0.003 |  | 0.070 |" in losses
     assert f"`{COMMAND} dmcp`<br>`{COMMAND} l2`" in commands
+
+
+def test_a_network_that_is_trained_here_has_its_command_too() -> None:
+    facts = {"command": "python train.py", "epochs": 80, "taught": False}
+    rows = [row("original", "original", 0, 0.9, **facts), row("dmcp", "dmcp", 0, 0.8)]
+    assert "`python train.py`<br>`python -m" in page.tables(rows, [])
 
 
 def test_other_lengths_teachers_and_budgets_are_other_lines() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -24,6 +24,7 @@ START, END = "<!-- made by python -m experiments.real.page -->", "<!-- end -->"
 CUT, ORIGINAL = "right after the cut", "original"
 METHODS = ("dmcp", "uniform", "sensitivity", "l2", "narrow")
 PRUNES = ("dmcp", "sensitivity", "l2")
+NAMES = {"resnet20": "ResNet-20", "resnet56": "ResNet-56"}
 Row = dict[str, Any]
 
 
@@ -69,7 +70,7 @@ class Setting:
     def name(self) -> str:
         """The network and how it was fine-tuned."""
         teacher = ", taught" if self.taught else ""
-        return f"{self.network}, {self.budget}, {self.epochs} epochs{teacher}"
+        return f"{NAMES.get(self.network, self.network)}, {self.budget}, {self.epochs} epochs{teacher}"
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -97,11 +98,11 @@ def trained(rows: Sequence[Row], setting: Setting, method: str) -> list[Row]:
 
 
 def show(rows: Sequence[Row], value: Callable[[Row], float | None], digits: int) -> str:
-    """The mean, and the standard deviation of several seeds."""
+    """The mean, and the standard deviation of seeds that differ."""
     values = [number for number in map(value, rows) if number is not None]
     if not values:
         return ""
-    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    deviation = f" ± {stdev(values):.{digits}f}" if len(set(values)) > 1 else ""
     return f"{mean(values):.{digits}f}{deviation}"
 
 
@@ -116,7 +117,7 @@ def tables(rows: Sequence[Row], speeds: Sequence[Row]) -> str:
 
 
 def _scores(rows: Sequence[Row], speeds: Sequence[Row], settings: Sequence[Setting]) -> str:
-    head = ["network, budget, fine-tuning", "score", "before", "cut: dmcp", "cut: sensitivity", *METHODS]
+    head = ["network, budget, fine-tuning", "score", "before", *(f"cut: {name}" for name in PRUNES), *METHODS]
     lines = [*_head([*head, "MACs", "parameters", "ms"])]
     for setting in settings:
         of_methods = {method: trained(rows, setting, method) for method in METHODS}
@@ -128,7 +129,7 @@ def _scores(rows: Sequence[Row], speeds: Sequence[Row], settings: Sequence[Setti
         for score in SCORES:
             if score.test != setting.test:
                 continue
-            shown = [original, select(rows, setting, CUT, "dmcp"), select(rows, setting, CUT, "sensitivity")]
+            shown = [original, *(select(rows, setting, CUT, method) for method in PRUNES)]
 
             def value(row: Row, score: Score = score) -> float | None:
                 return None if score.key not in row else score.factor * row[score.key]
@@ -147,12 +148,16 @@ def _losses(rows: Sequence[Row], settings: Sequence[Setting]) -> str:
 
 
 def _commands(rows: Sequence[Row], settings: Sequence[Setting]) -> str:
-    lines = [*_head(["rows", "command"])]
+    lines = [*_head(["rows", "commands"])]
+    of_names: dict[str, dict[str, None]] = {}  # without the teacher: a command may train with it and without
     for setting in settings:
-        commands: dict[str, None] = {}
+        found = [row for row in select(rows, setting, ORIGINAL, "") if row["method"] == ORIGINAL]  # trained here
         for method in METHODS:
-            commands |= dict.fromkeys(_shown(row["command"]) for row in trained(rows, setting, method))
-        lines.append(_line([setting.name, "<br>".join(f"`{command}`" for command in commands)]))
+            found += trained(rows, setting, method)
+        commands = of_names.setdefault(replace(setting, taught=False).name, {})
+        commands |= dict.fromkeys(_shown(row["command"]) for row in found)
+    for name, commands in of_names.items():
+        lines.append(_line([name, "<br>".join(f"`{command}`" for command in commands)]))
     return "\n".join(lines)
 
 
