@@ -28,9 +28,10 @@ from enlarge import open_images, open_loader
 
 import dmcp
 from dmcp import models
+from dmcp.defaults import PAPER
 from dmcp.markov import marginals, sample_groups
 from dmcp.runtime.batches import FewBatches
-from dmcp.settings import PAPER, Init, Sampling
+from dmcp.settings import Init, Sampling
 from dmcp.units import table
 
 MODEL = "cifar:resnet20"

@@ -32,8 +32,9 @@ import dmcp
 from dmcp import models
 from dmcp.budgets import Budget
 from dmcp.runtime.batches import FewBatches, Loader
+from dmcp.searching.bounds import allowed_widths
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.rounding import FILLED, allowed_widths, round_to_budget
+from dmcp.searching.rounding import FILLED, round_to_budget
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import Widths
 from dmcp.units import table

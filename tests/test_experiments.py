@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
+import re
 import shlex
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dmcp
+from dmcp import models
 from dmcp.defaults import resolve_training
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 sys.path.insert(0, str(FOLDER))
 import judge  # noqa: E402
+import moves  # noqa: E402
+import race  # noqa: E402
+import room  # noqa: E402
 import run  # noqa: E402
 import tables  # noqa: E402
 
@@ -112,3 +119,28 @@ def test_judged_searches_can_train_their_alphas_on_other_images() -> None:
     trained = [line["trained"] for line in lines if "trained" in line]
     assert [it["name"] for it in trained] == ["same", "others", "uniform"]  # type: ignore[index]
     assert all(it["macs"] <= 0.5 and it["loss"] > 0 for it in trained)  # type: ignore[index, operator]
+
+
+def test_commands_that_wait_for_a_gpu_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option exists and every file is there; nothing is searched or trained."""
+    section = tables.REPORT.read_text().split("### To run on a GPU")[1].split("\n### ")[0]
+    commands = re.findall(r"`python (experiments/[^`]+)`", section)
+    typed: list[argparse.Namespace] = []
+
+    def remember(settings: argparse.Namespace, *_: Any) -> None:
+        typed.append(settings)
+
+    monkeypatch.setattr(room, "measure", remember)
+    monkeypatch.setattr(room, "show", print)
+    monkeypatch.setattr(race, "measure_all", remember)
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        script, *words = shlex.split(command)
+        if script.endswith("judge.py"):
+            assert json.loads((FOLDER.parent / words[0]).read_text())["rule"]
+            continue
+        monkeypatch.setattr(sys, "argv", [script, *words])
+        {"room": room, "race": race, "moves": moves}[Path(script).stem].main()
+    assert len(commands) > 10 and len(typed) > 8
+    for settings in typed:
+        models.find(settings.model)

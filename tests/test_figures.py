@@ -58,3 +58,17 @@ def test_a_tiny_search_is_recorded_and_drawn(tmp_path: Path, monkeypatch: pytest
         assert figures.picture(row).count("<rect") > len(row["spaces"])
     assert rows[0]["curve"][0] != rows[1]["curve"][0]  # random alphas, and alphas of zero
     assert figures.summarize(rows).count("\n") == 4
+
+
+def test_pictures_are_those_of_the_recorded_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Path(figures.__file__).parent / "results"
+    copy = tmp_path / "figures.jsonl"
+    copy.write_bytes((results / "figures.jsonl").read_bytes())
+    figures.show(copy)
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert len(drawn) == 2
+    for path in drawn:
+        assert path.read_text() == (results / path.name).read_text()
+    shown = capsys.readouterr().out
+    report = (results.parent / "REPORT.md").read_text()
+    assert "| 32% " in shown and "| within 10% of the target | not given | 32% | 25% |" in report

@@ -67,6 +67,42 @@ def test_lines_come_now_and_then_and_at_the_end(at: Clock, capsys: pytest.Captur
     assert [show_duration(seconds) for seconds in (5, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 05 min"]
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(40.0, True), (20.0, False)], ids=["long", "short"])
+def test_the_first_line_says_what_a_long_search_takes_and_what_does_without(
+    at: Clock, capsys: pytest.CaptureFixture[str], seconds: float, said: bool
+) -> None:
+    """The remaining 9 steps of the search take 6 minutes, and the other 20 steps, of a quarter of the work, 200 s."""
+    with progress.showing(True):
+        progress.plan([Phase("search", 10, 4.0), Phase("dmcp", 20, 1.0)], progress.Avoidable("search", "the quick way"))
+        with progress.phase("search", 10) as update:
+            for step in range(10):
+                at.now += seconds
+                update(step + 1)
+    lines = capsys.readouterr().err.splitlines()
+    announcement = (
+        "This takes about 9 min 20 s, 6 min 00 s of it for the search. "
+        "Without it, the quick way takes about 3 min 20 s."
+    )
+    assert (lines[0] == announcement) is said
+    assert not any("quick" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_only_a_trained_network_can_do_without_its_search(
+    at: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    class Slow(Noise):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                at.now += 200.0
+                yield batch
+
+    monkeypatch.setattr("dmcp.pruning.is_trained", lambda *_: trained)
+    model, graph = traced_residual()
+    dmcp.prune(model, Slow(), Noise(1), search=SEARCH, train=TRAIN, teacher=None, graph=graph)
+    assert ("--method sensitivity" in capsys.readouterr().err) is trained
+
+
 def test_python_prints_a_line_every_30_seconds_outside_a_terminal(
     at: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

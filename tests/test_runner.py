@@ -315,7 +315,7 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "--lr            1.6 at a" in printed
     assert compare("--dry-run", "--json", "--weight-decay", "0.1") == 0
     chosen = json.loads(capfd.readouterr().out)["chosen"]
-    assert chosen.keys() == {"lr"} and "suits 1,275 images" in chosen["lr"]  # without those held out
+    assert chosen.keys() == {"optimizer", "lr"} and "suits 1,275 images" in chosen["lr"]  # without those held out
     assert compare("--set", "l1.powr=2") == 2 and "it has power." in capfd.readouterr().err
     assert command("compare", "--gather", "table") == 2
     capfd.readouterr()

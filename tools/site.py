@@ -55,7 +55,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages."""
     pages = {
         "index.md": (ROOT / "README.md").read_text().replace("docs/", ""),
-        "results.md": (ROOT / "experiments" / "REPORT.md").read_text(),
+        "experiments.md": (ROOT / "experiments" / "REPORT.md").read_text(),
         "reference.md": reference(),
         "options.md": options(),
     }
@@ -86,7 +86,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def outside(text: str) -> str:
     """The text with links to what is not on the site leading to the address of the repository, or as their words."""
-    text = re.sub(r"\]\((\.\./)?experiments/REPORT\.md\)", "](results.md)", text)
+    text = re.sub(r"\]\((\.\./)?experiments/REPORT\.md\)", "](experiments.md)", text)
     if ADDRESS:
         return OUTSIDE.sub(rf"[\1]({ADDRESS}/blob/main/\2)", text)
     return OUTSIDE.sub(r"\1", text)

@@ -29,6 +29,7 @@ from dmcp.ultralytics import Predictions, prune, train
 from experiments.real.rows import RESULTS, write_line
 
 NAMES = ["RBC", "WBC", "Platelets"]
+SCRATCH = ("original", "longer", "narrow")  # networks that are trained, and not pruned
 
 
 def convert(source: Path, target: Path) -> Path:
@@ -114,6 +115,8 @@ def main() -> None:
         line = {"network": "YOLO11n", "test": "BCCD", "method": options.network, "seed": options.seed, **facts}
         line |= {"budget": f"{options.budget:.0%}", "imgsz": options.imgsz, "row": row}
         line |= {"macs": graph.macs(), "params": graph.params(), "macs_share": graph.macs() / full.macs()}
+        if row == options.network and row not in SCRATCH:
+            line["widths"] = dict(yolo.widths)
         line |= {"score": test.map, "map50": test.map50, "val": val.map, "val_map50": val.map50}
         write_line(options.results, line | {"command": command})
 
@@ -123,7 +126,7 @@ def main() -> None:
         return float(sum(value for key, value in parts.items() if key != "dis_loss"))
 
     file = options.out / f"original-{options.seed}.pt"
-    if options.network in ("original", "longer", "narrow"):
+    if options.network in SCRATCH:
         epochs = options.epochs
         if options.network != "original":
             epochs += options.finetune

@@ -17,7 +17,7 @@ from dmcp.request import Loaders
 from dmcp.retraining import Retraining
 from dmcp.runs.records import DMCP, TEACHER, UNIFORM, UNPRUNED
 from dmcp.runtime import progress
-from dmcp.runtime.batches import Loader, length_of
+from dmcp.runtime.batches import Loader, device_of, length_of
 from dmcp.runtime.checkpoint import digest_of_loader, plain_settings
 from dmcp.runtime.distributed import current
 from dmcp.searching.search import SEARCH
@@ -114,6 +114,13 @@ def race_of(job: PruneJob) -> Race:
 def phases(job: PruneJob, val_loader: Loader) -> list[progress.Phase]:
     """The phases to come, with the work of their steps, in training steps of the unpruned network."""
     return [*_search_phases(job), *_race_phases(job), *_training_phases(job, val_loader)]
+
+
+def avoidable_search(job: PruneJob, *, trained: bool) -> progress.Avoidable | None:
+    """The search, if it runs on a CPU and the weights of the model are good enough to choose channels by."""
+    if not job.searches or not trained or device_of(job.model).type != "cpu":
+        return None
+    return progress.Avoidable(SEARCH, '--method sensitivity (method="sensitivity")')
 
 
 def _search_phases(job: PruneJob) -> list[progress.Phase]:

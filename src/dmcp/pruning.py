@@ -14,7 +14,7 @@ from dmcp.errors import TrainingError, WidthsError, warn
 from dmcp.exporting.latency import Latency
 from dmcp.exporting.timing import Measure
 from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
-from dmcp.job import PruneJob, phases, resumable
+from dmcp.job import PruneJob, avoidable_search, phases, resumable
 from dmcp.request import (
     Loaders,
     Spec,
@@ -168,7 +168,7 @@ def prune(
             within=within,
         )
     )
-    plan(phases(job, val_loader))
+    plan(phases(job, val_loader), avoidable_search(job, trained=trained))
     untrained = given_networks(model, ORIGINAL in job.baselines, request.other_teacher(model))
 
     # One search serves all budgets; other methods choose for each budget.

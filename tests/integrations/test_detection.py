@@ -68,6 +68,7 @@ def test_the_rows_of_each_network(cells: Path) -> None:
     assert [row["row"] for row in pruned] == ["right after the cut", "l2", "l2"]
     assert [row["taught"] for row in pruned] == [False, True, False]
     assert all(0.475 < row["macs_share"] <= 0.5 for row in pruned)
+    assert all(row["widths"] for row in pruned[1:])
     every_row = list(itertools.chain(*found.values()))
     for row in every_row:
         assert all(0 <= row[name] <= 1 for name in ("score", "map50", "val", "val_map50"))

@@ -28,6 +28,7 @@ T = TypeVar("T")
 Update = Callable[..., None]  # (steps done, text)
 _SECONDS_BETWEEN_DRAWINGS = 0.2  # of the bars
 _SECONDS_BETWEEN_READS = 1.0  # of records on the CPU
+_LONG = 300.0  # seconds of a phase that it is worth to know how to do without
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,21 @@ class Phase:
     time: float = 0.0  # when the last step ended
 
 
+@dataclass(frozen=True)
+class Avoidable:
+    """A phase that a job can do without."""
+
+    phase: str
+    remedy: str  # what does without it
+
+
 class Progress:
     """The phases of a job, shown on stderr."""
 
     def __init__(self, console: Console | None, lines: Lines | None = None) -> None:
         self.phases: dict[str, Phase] = {}
         self.lines = lines
+        self.avoidable: Avoidable | None = None  # until it was said
         self.last_shown = time.monotonic()
         self.bars: bars.Progress | None = None
         if console is not None:
@@ -104,6 +114,9 @@ class Progress:
         phase.time = now
         phase.text = text
         phase.steps = max(phase.steps, done)
+        if self.avoidable is not None and self.avoidable.phase == phase.name:
+            self._announce(phase, self.avoidable.remedy)
+            self.avoidable = None
         seconds = math.inf
         if self.bars:
             seconds = _SECONDS_BETWEEN_DRAWINGS
@@ -131,6 +144,22 @@ class Progress:
                 return None
             total += (phase.steps - phase.done) * seconds_per_step
         return total
+
+    def _announce(self, phase: Phase, remedy: str) -> None:
+        """Say how long the job takes if this phase is a long one, and how long it takes without it."""
+        total = self.seconds_left()
+        of_phase = (phase.steps - phase.done) * phase.seconds / phase.timed
+        if total is None or of_phase < _LONG:
+            return
+        text = (
+            f"This takes about {show_duration(total)}, {show_duration(of_phase)} of it for the {phase.name}. "
+            f"Without it, {remedy} takes about {show_duration(total - of_phase)}."
+        )
+        with contextlib.suppress(OSError):
+            if self.lines:
+                print(text, file=sys.stderr, flush=True)
+            if self.bars:
+                self.bars.console.print(text, markup=False, highlight=False)
 
     def draw(self, phase: Phase, last: bool = False) -> None:
         """Show this phase as a line, or all phases as bars, whichever there is."""
@@ -228,11 +257,15 @@ def shown(call: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
-def plan(phases: Iterable[Phase]) -> None:
-    """Add phases that are to come, so that the time left is that of the whole job."""
+def plan(phases: Iterable[Phase], avoidable: Avoidable | None = None) -> None:
+    """Add phases that are to come, so that the time left is that of the whole job.
+
+    avoidable: if this phase is a long one, the first line says so, and what does without it.
+    """
     job = _CURRENT.get()
     if job is None:
         return
+    job.avoidable = avoidable
     for phase_to_come in phases:
         job.phases.pop(phase_to_come.name, None)  # such as the test of the model before the search
         job.phases[phase_to_come.name] = phase_to_come
