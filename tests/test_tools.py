@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import runpy
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dmcp
+from dmcp.runtime.distributed import World
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -67,3 +69,14 @@ def test_the_site_lists_arguments() -> None:
         "- **third**: one, and this is",
     ]
     assert lines[-1] == "Note: the end." and "    long." in lines
+
+
+def test_the_site_lists_fields_with_their_comments() -> None:
+    pytest.importorskip("griffe")
+    list_fields = runpy.run_path(str(TOOLS / "docstrings.py"))["list_fields"]
+    source = inspect.getsource(dmcp.Task)
+    items = [line for line in list_fields(source).splitlines() if line]
+    assert [item.split("**")[1] for item in items] == ["loss", "metric", "optimizer", "fresh", "distill"]
+    assert items[-1].endswith("default: what the loss shows") and "a list or dict" in items[-1]
+    assert "rank on this machine" in list_fields(inspect.getsource(World))
+    assert list_fields("class Empty:\n    number: int\n") == ""
