@@ -101,18 +101,30 @@ def _is_enum(value_type: Any) -> bool:
 
 def _expected(described: Setting, value: Any) -> str:
     """What the value should have been; empty if it is as it should be. Types that are not listed are not checked."""
-    if _is_enum(described.type):
-        is_member = isinstance(value, str) and value in list(described.type)
-        return "" if is_member else f"one of {', '.join(described.type)}"
-    if described.type is bool:
-        return "" if isinstance(value, bool) else "True or False"
-    if described.type == Bound:
-        numbers = list(value.values()) if isinstance(value, Mapping) else [value]
-        are_counts = all(type(number) is int and number >= 1 for number in numbers)
-        return "" if are_counts else "an int of at least 1, or such ints by name"
     if described.type in (int, float):
         return _expected_number(described, value)
-    return ""
+    if _is_enum(described.type):
+        expected = f"one of {', '.join(described.type)}"
+        is_allowed = isinstance(value, str) and value in list(described.type)
+    elif described.type is bool:
+        expected = "True or False"
+        is_allowed = isinstance(value, bool)
+    elif described.type == Bound:
+        expected = "an int of at least 1, or such ints by name"
+        is_allowed = _are_counts(value)
+    else:
+        return ""
+    if is_allowed:
+        return ""
+    return expected
+
+
+def _are_counts(value: Any) -> bool:
+    """Whether a bound is a count, or counts by name."""
+    numbers = [value]
+    if isinstance(value, Mapping):
+        numbers = list(value.values())
+    return all(type(number) is int and number >= 1 for number in numbers)
 
 
 def _expected_number(described: Setting, value: Any) -> str:

@@ -74,8 +74,8 @@ def prune(
 ) -> PruneResult:
     """Search for widths within the budget, cut the model, train the result and test it. The model is not changed.
 
-    loader, val_loader: batches of (input, labels), or two data sets of Hugging Face with a column of images and one of
-        labels, whose batches are then made as those of image files are.
+    loader, val_loader: batches of (input, labels), or two Hugging Face datasets with an image column and a label
+        column, whose images are then preprocessed like image files.
     budget: 0.5, "50%", "211M", "params:2M", "8ms" or "50%,params:2M". The default is that of the search settings, or
         else "50%". A list of budgets gives a network for each from a single search, at the budget of the search
         settings or else the middle one of the list; see `by_budget` of the result.

@@ -281,7 +281,6 @@ class TrainConfig:
         None,
         "Optimizer of the final training: sgd or adamw. Default: sgd if lr is set, or for class scores of a network "
         "with BatchNorms; else adamw.",
-        shown=AUTOMATIC,
     )
     lr: float | None = setting(
         None,

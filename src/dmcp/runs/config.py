@@ -51,7 +51,8 @@ class RunConfig:
     )
     weights: str = setting(
         "",
-        "Weights file to start from, .safetensors or .pth. A last layer for another number of classes is not loaded.",
+        "Weights file to start from, .safetensors or .pth. A last layer with a different number of classes is not "
+        "loaded.",
         group=_MODEL_AND_DATA,
         commands=RUNS,
     )
