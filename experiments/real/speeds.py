@@ -43,8 +43,8 @@ def build_yolo(_: Path) -> nn.Module:
     from dmcp.ultralytics import Predictions
     from experiments.real import detection
 
-    with tempfile.TemporaryDirectory() as folder:
-        return Predictions(detection.build(Path(folder)).model.float())
+    folder = Path("build/detection")  # whose name Ultralytics does not take for one with a scale, such as 46m
+    return Predictions(detection.build(folder).model.float())
 
 
 def as_ultralytics_exports(net: nn.Module) -> nn.Module:
