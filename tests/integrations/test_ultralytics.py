@@ -23,6 +23,7 @@ from nets import randomise
 from PIL import Image
 from torch import nn
 from ultralytics import RTDETR, YOLO
+from ultralytics.utils import LOGGER
 from ultralytics.utils.dist import ddp_cleanup, generate_ddp_file
 
 import dmcp
@@ -119,7 +120,11 @@ def test_the_notebook() -> None:
     names: dict[str, Any] = {}
     for name, value in {"EPOCHS": 2, "IMAGES": 32}.items():
         source = re.sub(f"^{name} = .*", f"{name} = {value}", source, flags=re.MULTILINE)
-    exec(source, names)
+    level = LOGGER.level
+    try:
+        exec(source, names)
+    finally:
+        LOGGER.setLevel(level)  # the notebook is quiet; the tests after it are not
     assert macs(names["small"].model) <= 0.5 * macs(names["yolo"].model)
 
 
