@@ -144,3 +144,11 @@ def test_commands_that_wait_for_a_gpu_can_be_typed(tmp_path: Path, monkeypatch: 
     assert len(commands) > 10 and len(typed) > 8
     for settings in typed:
         models.find(settings.model)
+
+
+def test_the_tables_of_moves_are_what_the_results_say() -> None:
+    section = tables.REPORT.read_text().split("### moves:")[1].split("\n### ")[0]
+    lines = moves.summarize(race.rows_of(FOLDER / "results" / "moves.jsonl")).splitlines()
+    said = {" | ".join(cell.strip() for cell in line.strip("|").split("|")) for line in lines}
+    rows = [line.strip("| ") for line in section.splitlines() if line.startswith("| ")]
+    assert len(rows) == 15 and set(rows) <= said
