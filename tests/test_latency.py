@@ -272,6 +272,19 @@ def test_widths_are_multiples_that_the_device_likes() -> None:
     assert rounding.block == 1 and not rounding.multiples and not table().multiples  # as fast as the next multiple
 
 
+def test_multiples_leave_room_for_small_budgets() -> None:
+    """A device that is only a little slower at other widths: small budgets need widths of less than its block."""
+    graph = traced()[1]
+    slow = measured(functools.partial(staircase_ms, block=4, penalty=1.5), align=1)
+    attached = slow.attach(graph)
+    smallest = graph.widths([min(space.size, space.step(None)) for space in attached.spaces])
+    smallest_in_fours = graph.widths([3 if space.size == 6 else 4 for space in graph.spaces])
+    assert slow.block == 2
+    unpruned_ms = slow.latency_ms(graph.full)
+    assert slow.latency_ms(smallest) < slow.latency_ms(smallest_in_fours) - 0.05 * unpruned_ms
+    check_reachable(parse_budget("latency:36%", attached), attached, smallest)
+
+
 @pytest.mark.parametrize(("writers", "expected_steps"), [(1, [32, 16, 8, 1]), (2, [64, 16, 8, 1])])
 def test_widths_for_a_gpu_have_the_usual_multiples(writers: int, expected_steps: list[int]) -> None:
     """Of 32 inside and of 64 in streams; but each space keeps at least eight widths."""

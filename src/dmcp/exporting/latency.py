@@ -48,6 +48,7 @@ _CHECKSUM = "digest"  # of all else in the file
 _ON_GPUS = 32  # as in HALP (Shen et al. 2022)
 _IN_STREAMS = 64  # where several layers write the same channels
 _MATTERS = 0.1  # share of the time that is lost at other widths, above which all layers get the multiple
+_RAISES = 0.1  # share of the time by which a multiple may raise that of the smallest widths, or half of it is taken
 _POOR = 0.15  # median error above which a warning is given
 
 
@@ -112,7 +113,27 @@ class Latency:
 
     @functools.cached_property
     def block(self) -> int:
-        """Multiple that all widths need, since the device is slow at others; 1 if it is not, or only a little."""
+        """Multiple that all widths need, since the device is slow at others; 1 if it is not, or only a little.
+
+        It leaves room for small budgets: it is halved where its smallest widths take much longer than those measured.
+        """
+        block = self._fast_block()
+        smallest = self.networks[1].widths
+        allowed_ms = self._fit.ms(smallest) + _RAISES * self._fit.ms(self.networks[0].widths)
+        while block > 1 and self._fit.ms(self._in_blocks(smallest, block)) > allowed_ms:
+            block //= 2
+        return block
+
+    def _in_blocks(self, widths: Sequence[int], block: int) -> list[int]:
+        """The next larger widths that are multiples of a block, as far as the spaces are wide enough for them."""
+        rounded: list[int] = []
+        for width, size in zip(widths, self.networks[0].widths, strict=True):
+            step = ChannelSpace("", size, multiple=1, block=block).step(None)
+            rounded.append(min(size, -(-width // step) * step))
+        return rounded
+
+    def _fast_block(self) -> int:
+        """Multiple at which the device is clearly faster than at other widths; 1 if there is none."""
         slow = [step for step in self.steps if not step.padded]
         if not slow:
             return 1
