@@ -270,11 +270,8 @@ class Searcher:
 
         weight_losses = None
         if not self.moves_alphas or config.train_weights:
-            if not self.scale and config.optimizer is not Optimizer.SGD:
-                self.scale = 1.0
             if not self.scale:
-                global_batch = int(sum_values(torch.tensor([samples]), self.world))
-                self.scale = global_batch / config.reference_batch
+                self.scale = self._scale_of_rates(samples)
             lr = self.scale * cosine(self.at, self.total, config.lr, config.min_lr)
             weight_losses = self.steps.train_weights(batches, self._sampling(), self.generator, lr)
             record = replace(record, lr=lr)
@@ -287,6 +284,13 @@ class Searcher:
             arch_record = self.steps.move_alphas(batches, alpha_lr, self.growth)
             record = replace(record, alpha_lr=alpha_lr)
         return UnreadStep(record, samples, weight_losses, arch_record)
+
+    def _scale_of_rates(self, samples: int) -> float:
+        """The factor of the learning rates of the weights: those of sgd grow with the batch of all ranks."""
+        if self.config.optimizer is not Optimizer.SGD:
+            return 1.0
+        global_batch = int(sum_values(torch.tensor([samples]), self.world))
+        return global_batch / self.config.reference_batch
 
     def _sharpen(self) -> None:
         """Let the alphas grow after a step of your own loop, once your optimizer has moved them."""
