@@ -156,7 +156,7 @@ def resolve(
     if search.lr is None and not suits_sgd:
         search_values["optimizer"] = Optimizer.ADAMW
 
-    # So do the epochs; the search of a trained network may need less than one.
+    # The epochs follow the number of images, too; the search of a trained network may need less than one.
     search_images = 0
     if trained:
         enough_images = _images_of_a_trained_search(batch)
