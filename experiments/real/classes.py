@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
+from experiments.real import methods
 from experiments.real.rows import RESULTS, is_recorded, write_rows
 
 WEIGHTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd9763.th"}
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="a clone of pytorch_resnet_cifar10")
     parser.add_argument("--network", choices=list(WEIGHTS), default="resnet20")
     parser.add_argument("--budget", default="50%")
-    parser.add_argument("--method", default="dmcp")
+    parser.add_argument("--method", default="dmcp", help="of dmcp.prune or methods.py")
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5, 20, 100])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--images", type=int, default=50_000, help="how many images train")
@@ -86,8 +87,10 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="test on 5,000 training images, to choose settings")
     parser.add_argument("--no-teacher", action="store_true", help="learn from the labels alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--save", type=Path, help="folder that the pruned networks are saved in")
     options = parser.parse_args()
 
+    methods.check_installed(options.method)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     all_images = read_images("train", device)
     train = tuple(part[: options.images] for part in all_images)
@@ -97,29 +100,25 @@ def main() -> None:
         test = tuple(part[45_000:].split(1000) for part in all_images)
     for seed in options.seeds:
         for epochs in options.epochs:
-            facts = {
-                "network": options.network,
-                "test": "held-out" if options.held_out else "CIFAR-10",
-                "method": options.method,
-                "seed": seed,
-            }
-            facts |= {"epochs": epochs, "taught": not options.no_teacher, "images": len(train[0])}
+            searches = {"network": options.network, "images": len(train[0]), "seed": seed}  # what widths depend on
+            searches |= {"test": "held-out" if options.held_out else "CIFAR-10"}
+            facts = searches | {"method": options.method, "epochs": epochs, "taught": not options.no_teacher}
             if options.lr is not None:
                 facts["lr"] = options.lr
             if is_recorded(options.results, budget=options.budget, **facts):
                 continue
-            result = dmcp.prune(
+            result = methods.prune(
                 load_network(options.folder, options.network).to(device),
                 Augmented(train, 128, seed),
                 list(zip(*test, strict=True)),
-                options.budget,
+                [options.budget],
                 method=options.method,
                 search=dmcp.SearchConfig(budget=options.budget, seed=seed),
+                searched=methods.recorded_widths([options.budget], [RESULTS, options.results], **searches),
                 train=dmcp.TrainConfig(epochs=epochs, lr=options.lr, seed=seed),
                 teacher=None if options.no_teacher else "auto",
-                baselines=["original", "uniform"] if options.method == "dmcp" else ["original"],
             )
-            write_rows(options.results, result, budget=options.budget, **facts)
+            write_rows(options.results, result, budget=options.budget, save=options.save, **facts)
 
 
 if __name__ == "__main__":

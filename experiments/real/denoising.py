@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dmcp
+from experiments.real import methods
 from experiments.real.rows import RESULTS, is_recorded, write_rows
 
 NOISE = 25 / 255
@@ -102,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="a clone of DnCNN-PyTorch")
     parser.add_argument("--budget", action="append", required=True)
-    parser.add_argument("--method", default="dmcp")
+    parser.add_argument("--method", default="dmcp", help="of dmcp.prune or methods.py")
     parser.add_argument("--epochs", type=int, default=20, help="of --steps batches with 128 patches")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=128)
@@ -111,10 +112,12 @@ def main() -> None:
     parser.add_argument("--teacher", action="store_true", help="learn from the unpruned network, too")
     parser.add_argument("--lr", type=float, help="of AdamW; default: what prune chooses")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--save", type=Path, help="folder that the pruned networks are saved in")
     options = parser.parse_args()
 
-    facts = {"network": "DnCNN-S-25", "test": "Set12", "method": options.method, "seed": options.seed}
-    facts |= {"epochs": options.epochs, "taught": options.teacher}
+    methods.check_installed(options.method)
+    searches = {"network": "DnCNN-S-25", "test": "Set12", "seed": options.seed}  # what searched widths depend on
+    facts = searches | {"method": options.method, "epochs": options.epochs, "taught": options.teacher}
     facts |= {} if options.lr is None else {"lr": options.lr}
     budgets = [budget for budget in options.budget if not is_recorded(options.results, budget=budget, **facts)]
     if not budgets:
@@ -129,22 +132,21 @@ def main() -> None:
 
     optimizer = None if options.lr is None else "adamw"
     train = dmcp.TrainConfig(epochs=options.epochs, optimizer=optimizer, lr=options.lr, seed=options.seed)
-    result = dmcp.prune(
+    result = methods.prune(
         model,
         loader,
         set12,
         budgets,
         method=options.method,
         search=dmcp.SearchConfig(budget="50%", seed=options.seed),
+        searched=methods.recorded_widths(budgets, [RESULTS, options.results], **searches),
         train=train,
         teacher=model if options.teacher else None,
-        baselines=["original", "uniform"] if options.method == "dmcp" else ["original"],
         task=dmcp.Task(loss=squared_error, metric=psnr),
     )
-    networks = {"original": model, budgets[0]: result.model}
-    networks |= {budget: each.model for budget, each in result.by_budget.items()}
+    networks = {"original": model} | {budget: each.model for budget, each in result.by_budget.items()}
     scores = {name: {"bsd68": dmcp.evaluate(network, bsd68, psnr)} for name, network in networks.items()}
-    write_rows(options.results, result, scores, budget=budgets[0], **facts)
+    write_rows(options.results, result, scores, budget=budgets[0], save=options.save, **facts)
 
 
 if __name__ == "__main__":

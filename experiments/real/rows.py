@@ -21,15 +21,26 @@ def is_recorded(file: Path, **facts: Any) -> bool:
     return any(facts.items() <= line.items() for line in lines)
 
 
-def write_rows(file: Path, result: dmcp.PruneResult, scores: dict[str, Any] | None = None, **facts: Any) -> None:
+def write_rows(
+    file: Path,
+    result: dmcp.PruneResult,
+    scores: dict[str, Any] | None = None,
+    *,
+    save: Path | None = None,
+    **facts: Any,
+) -> None:
     """Print and record one row for each network of a result.
 
     scores: more scores, by budget; those of the unpruned network have the name "original".
+    save: a folder that the pruned networks are saved in.
     """
     scores = scores or {}
     command = shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
     by_budget = result.by_budget or {str(facts.get("budget", "")): result}
     for budget, pruned in by_budget.items():
+        if save is not None:
+            name = "-".join(str(facts[key]) for key in ("network", "method", "epochs", "seed"))
+            dmcp.save(pruned.model, pruned.widths, save / f"{name}-{budget.rstrip('%')}")
         for row in pruned.rows:
             line = facts | {
                 "budget": budget,
