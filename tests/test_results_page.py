@@ -38,25 +38,35 @@ def test_a_line_has_the_mean_and_the_deviation_of_the_seeds() -> None:
     rows += [row("l2", "l2", 0, 0.99, lr=0.003), row("l2", "l2", 0, 0.99, test="held-out")]  # these choose settings
     speeds = [{"network": "LPRNet", "budget": "50%", "before_ms": 12.34, "ms": 6.71}]
     scores, losses, commands = page.tables(rows, speeds).split("\n\n")
-    assert [cell.strip() for cell in scores.splitlines()[2].split("|")[1:-1]] == [
-        "LPRNet, 50%, 40 epochs, taught",
-        "plates read right, %",
-        "91.0 ± 1.4",
-        "30.0",
-        "",
-        "",
-        "86.0 ± 1.4",
-        "82.0 ± 2.8",
-        "",
-        "70.0",
-        "",
-        "49.6%",
-        "42.0%",
-        "12.3 → 6.7",
-    ]
+    head, _, line = ([cell.strip() for cell in text.split("|")[1:-1]] for text in scores.splitlines())
+    assert dict(zip(head, line, strict=True)) == {
+        "network, budget, fine-tuning": "LPRNet, 50%, 40 epochs, taught",
+        "score": "plates read right, %",
+        "before": "91.0 ± 1.4",
+        "cut: dmcp": "30.0",
+        "dmcp": "86.0 ± 1.4",
+        "uniform": "82.0 ± 2.8",
+        "l2": "70.0",
+        "MACs": "49.6%",
+        "parameters": "42.0%",
+        "ms": "12.3 → 6.7",
+    }
     assert len(scores.splitlines()) == len(losses.splitlines()) == len(commands.splitlines()) == 3
-    assert "| 0.086 ± 0.001 | 0.082 ± 0.003 |  | 0.070 |" in losses
+    assert "| 0.086 ± 0.001 | 0.082 ± 0.003 | 0.070 |" in losses
     assert f"`{COMMAND} dmcp`<br>`{COMMAND} l2`" in commands
+
+
+def test_other_methods_have_columns_once_they_have_rows() -> None:
+    rows = [row("dmcp", "original", 0, 0.9), row("dmcp", "dmcp", 0, 0.85)]
+    for method in ("dmcp-original-weights", "torch-pruning"):
+        rows += [row(method, page.CUT, 0, 0.4), row(method, method, 0, 0.8)]
+    scores, losses, commands = page.tables(rows, []).split("\n\n")
+    assert (
+        "| cut: dmcp-original-weights | cut: torch-pruning | dmcp | dmcp-original-weights | torch-pruning |" in scores
+    )
+    assert "| 40.0 | 40.0 | 85.0 | 80.0 | 80.0 |" in scores
+    assert "| training loss at the end | dmcp | dmcp-original-weights | torch-pruning |" in losses
+    assert f"`{COMMAND} torch-pruning`" in commands
 
 
 def test_a_network_that_is_trained_here_has_its_command_too() -> None:

@@ -3,7 +3,8 @@
     python -m experiments.real.page
 
 Rows that differ only in their seed are one row of the table: their mean, and behind it the standard deviation. Rows
-that were trained at a rate of their own, or tested on held-out images, chose settings; they are in no table.
+that were trained at a rate of their own, or tested on held-out images, chose settings; they are in no table. A method
+that no network was pruned by has no column.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 SPEEDS = RESULTS.with_name("speeds.jsonl")
 START, END = "<!-- made by python -m experiments.real.page -->", "<!-- end -->"
 CUT, ORIGINAL = "right after the cut", "original"
-METHODS = ("dmcp", "uniform", "sensitivity", "l2", "narrow")
-PRUNES = ("dmcp", "sensitivity", "l2")
+METHODS = ("dmcp", "dmcp-original-weights", "uniform", "sensitivity", "l2", "torch-pruning", "narrow")
+PRUNES = ("dmcp", "dmcp-original-weights", "sensitivity", "l2", "torch-pruning")
 NAMES = {"resnet20": "ResNet-20", "resnet56": "ResNet-56"}
 Row = dict[str, Any]
 
@@ -47,6 +48,7 @@ SCORES = (  # in the order of the table
     Score(test="Set12", name="PSNR on BSD68", key="bsd68", unit="dB", factor=1, digits=2),
     Score(test="CIFAR-10", name="accuracy", digits=2),
     Score(test="plates", name="plates read right"),
+    Score(test="CamVid", name="mIoU"),
 )
 
 
@@ -118,7 +120,7 @@ def tables(rows: Sequence[Row], speeds: Sequence[Row]) -> str:
 
 def _scores(rows: Sequence[Row], speeds: Sequence[Row], settings: Sequence[Setting]) -> str:
     head = ["network, budget, fine-tuning", "score", "before", *(f"cut: {name}" for name in PRUNES), *METHODS]
-    lines = [*_head([*head, "MACs", "parameters", "ms"])]
+    lines = [[*head, "MACs", "parameters", "ms"]]
     for setting in settings:
         of_methods = {method: trained(rows, setting, method) for method in METHODS}
         original = select(rows, setting, ORIGINAL, "")
@@ -135,20 +137,20 @@ def _scores(rows: Sequence[Row], speeds: Sequence[Row], settings: Sequence[Setti
                 return None if score.key not in row else score.factor * row[score.key]
 
             cells = [show(found, value, score.digits) for found in (*shown, *of_methods.values())]
-            lines.append(_line([setting.name, f"{score.name}, {score.unit}", *cells, *costs]))
-    return "\n".join(lines)
+            lines.append([setting.name, f"{score.name}, {score.unit}", *cells, *costs])
+    return _table(lines)
 
 
 def _losses(rows: Sequence[Row], settings: Sequence[Setting]) -> str:
-    lines = [*_head(["training loss at the end", *METHODS])]
+    lines = [["training loss at the end", *METHODS]]
     for setting in settings:
         cells = [show(trained(rows, setting, method), lambda row: row["train_loss"], 3) for method in METHODS]
-        lines.append(_line([setting.name, *cells]))
-    return "\n".join(lines)
+        lines.append([setting.name, *cells])
+    return _table(lines)
 
 
 def _commands(rows: Sequence[Row], settings: Sequence[Setting]) -> str:
-    lines = [*_head(["rows", "commands"])]
+    lines = [["rows", "commands"]]
     of_names: dict[str, dict[str, None]] = {}  # without the teacher: a command may train with it and without
     for setting in settings:
         found = [row for row in select(rows, setting, ORIGINAL, "") if row["method"] == ORIGINAL]  # trained here
@@ -157,8 +159,8 @@ def _commands(rows: Sequence[Row], settings: Sequence[Setting]) -> str:
         commands = of_names.setdefault(replace(setting, taught=False).name, {})
         commands |= dict.fromkeys(_shown(row["command"]) for row in found)
     for name, commands in of_names.items():
-        lines.append(_line([name, "<br>".join(f"`{command}`" for command in commands)]))
-    return "\n".join(lines)
+        lines.append([name, "<br>".join(f"`{command}`" for command in commands)])
+    return _table(lines)
 
 
 def _shown(command: str) -> str:
@@ -170,12 +172,11 @@ def _shown(command: str) -> str:
     return shlex.join(words)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _head(names: Sequence[str]) -> list[str]:
-    return [_line(names), "|" + "---|" * len(names)]
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    """The lines below their head, without columns that are empty."""
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    head, *rest = ("| " + " | ".join(cells) + " |" for cells in zip(*columns, strict=True))
+    return "\n".join([head, "|" + "---|" * len(columns), *rest])
 
 
 def put(page: str, text: str) -> str:
