@@ -19,7 +19,7 @@ COMMAND = "python -m experiments.real.plates LPRNet_Pytorch --budget 50% --metho
 
 def row(method: str, name: str, seed: int, score: float, **facts: Any) -> dict[str, Any]:
     costs = {"macs_share": 1.0, "params": 1000} if name == "original" else {"macs_share": 0.496, "params": 420}
-    command = f"{COMMAND} {method} --results /root/rows.jsonl"
+    command = f"{COMMAND} {method} --results /root/rows.jsonl --save /root/networks"
     line = PLATES | costs | {"method": method, "row": name, "seed": seed, "score": score, "train_loss": score / 10}
     return line | {"command": command} | facts
 

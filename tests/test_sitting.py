@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shlex
+import shutil
+import subprocess
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -98,3 +103,52 @@ def test_a_part_says_what_is_in_it(here: Path, tmp_path: Path) -> None:
         assert json.loads(archive.read("sets.json")) == {"data/cifar10": {"pieces": 2, "here": [pieces[0][0]]}}
     assert len(pieces[0][1]) < 0.9 * 1203 * 32 * 32 * 3  # smaller than the pixels
     assert unpack.unpack(parts[:1], tmp_path / "there") == {"data/cifar10": False}
+
+
+JOBS = """# name seconds command
+a-good 20 echo $NUMBER $RESULTS
+a-bad 20 bash -c 'exit 3'
+a-slow 1 sleep 30
+b-other 20 echo no
+"""
+
+
+def test_jobs_go_on_by_themselves_and_say_how_they_ended(tmp_path: Path) -> None:
+    (tmp_path / "repo/experiments/sitting").mkdir(parents=True)
+    (tmp_path / "res").mkdir()
+    (tmp_path / "out").mkdir()
+    script = tmp_path / "repo/experiments/sitting/sitting.sh"
+    shutil.copy(SITTING / "sitting.sh", script)
+    (tmp_path / "jobs.txt").write_text(JOBS)
+    places = {"ROOT": str(tmp_path), "OUT": str(tmp_path / "out"), "NUMBER": "7"}
+
+    def sitting(*words: str) -> str:
+        command = ["bash", str(script), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | places).stdout
+
+    assert sitting("queue", str(tmp_path / "jobs.txt"), "2", "a-") == "3 jobs are queued, 2 at a time\n"
+    sitting("start", "c-long", "60", "sleep", "60")
+    while not (tmp_path / "res/c-long.running").read_text():
+        time.sleep(0.1)
+    assert "runs: c-long" in sitting("poll")
+    sitting("stop", "c-long")
+    lines = sitting("poll", "60").splitlines()
+    assert any(line.startswith(f"a-good: 7 {tmp_path}/res/a-good.jsonl|END a-good: code 0,") for line in lines)
+    ended = [line.rpartition("END ")[2].partition(",")[0] for line in lines]
+    assert {"a-bad: code 3", "a-slow: code 124", "c-long: code 143"} < set(ended)
+    assert not [line for line in lines if line.startswith(("runs", "waits", "b-other"))]
+    with tarfile.open(tmp_path / "out/res.tgz") as tar:
+        assert {"./a-good.txt", "./a-bad.txt", "./a-slow.txt", "./c-long.txt"} < set(tar.getnames())
+
+
+def test_the_queue_of_the_sitting_has_commands_that_exist() -> None:
+    lines = [line.split(maxsplit=2) for line in (SITTING / "jobs.txt").read_text().splitlines()]
+    jobs = [line for line in lines if line and line[0] != "#"]
+    names = [name for name, _, _ in jobs]
+    assert len(names) == len(set(names)) and all(int(seconds) <= 1700 for _, seconds, _ in jobs)
+    for _, _, command in jobs:
+        words = shlex.split(command)
+        at = words.index("python3")
+        file = words[at + 1] if words[at + 1] != "-m" else words[at + 2].replace(".", "/") + ".py"
+        assert (ROOT / file).exists() or words[at + 2] == "dmcp"
+        assert all((ROOT / word).exists() for word in words if word.startswith("experiments/"))

@@ -3,7 +3,7 @@
     git clone https://github.com/Shenggan/BCCD_Dataset      # images and boxes (MIT)
     pip install ultralytics                                 # network and trainer (AGPL)
     python -m experiments.real.detection BCCD_Dataset original
-    python -m experiments.real.detection BCCD_Dataset dmcp  # or l2, uniform, ...: prunes that original
+    python -m experiments.real.detection BCCD_Dataset dmcp  # or sensitivity, l2, ...: prunes that original
 
 "narrow" and "longer" are trained from scratch for as long as training and fine-tuning take together. The first has
 the largest width multiple inside the budget, the second all channels. Every network is that of its last epoch.

@@ -164,11 +164,12 @@ def _commands(rows: Sequence[Row], settings: Sequence[Setting]) -> str:
 
 
 def _shown(command: str) -> str:
-    """The command without the file that it records into."""
+    """The command without the places that it writes to."""
     words = shlex.split(command)
-    if "--results" in words:
-        at = words.index("--results")
-        del words[at : at + 2]
+    for option in ("--results", "--save"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
     return shlex.join(words)
 
 
