@@ -67,7 +67,7 @@ def dropped(num_classes: int = 10) -> nn.Module:
 
 
 def train_plain(world: World, batch: int) -> dict[str, Any]:
-    """Three searches and a training without BatchNorm: 5 steps for the weights, 5 for weights and alphas."""
+    """Searches and a training without BatchNorm: 5 steps for the weights, 5 for weights and alphas."""
     return {
         "usual search": search(plain(world), loader(world, batch), reference_batch=4 * batch),
         "held-out search": search(
@@ -78,6 +78,13 @@ def train_plain(world: World, batch: int) -> dict[str, Any]:
             reference_batch=2 * batch,
             init="zero",
             alpha_lr=5.0,
+        ),
+        "own loss": search(
+            plain(world),
+            loader(world, batch, steps=2 * STEPS),
+            task=Task(loss=large_loss),
+            accumulate=2,
+            reference_batch=4 * batch,
         ),
         "training": train(plain(world), loader(world, batch), lr=0.2, reference_batch=batch),
     }
@@ -167,11 +174,18 @@ def test_loader(world: World) -> Any:
     return make_loader(load("digits").test, 127, train=False, world=world)
 
 
-def search(model: nn.Module, batches: Any, arch_loader: Any = None, **settings: Any) -> dict[str, Any]:
+def large_loss(output: Tensor, batch: Any) -> Tensor:
+    """A loss in a unit of the user's own."""
+    return 3 * F.cross_entropy(output, batch[1])
+
+
+def search(
+    model: nn.Module, batches: Any, arch_loader: Any = None, task: Task = Task(), **settings: Any
+) -> dict[str, Any]:
     """What a search of two epochs saw, and where it ended."""
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 1, 8, 8)))
     config = dmcp.SearchConfig(budget="50%", epochs=2, **settings)
-    found = dmcp.search(net, batches, config, arch_loader=arch_loader)
+    found = dmcp.search(net, batches, config, arch_loader=arch_loader, task=task)
     losses = [
         torch.tensor([*record.weight_losses, record.task_loss or 0.0, record.budget_loss or 0.0])
         for record in found.log

@@ -18,7 +18,7 @@ from dmcp.runtime.checkpoint import Checkpointer
 from dmcp.searching.records import SearchResult
 from dmcp.settings import SearchConfig, TrainConfig
 from dmcp.tracing.graph import ChannelGraph
-from dmcp.training.loop import Event
+from dmcp.training.loop import Event, Task
 
 # As for a network that is not trained, whatever the network and its data.
 SEARCH = resolve_search(SearchConfig(budget="60%", epochs=2, groups=4))
@@ -113,6 +113,7 @@ def search_pictures(
     engine: dmcp.Engine,
     build: Callable[[], nn.Module] = Smooth,
     checkpointer: Checkpointer | None = None,
+    task: Task = Task(),
     **settings: Any,
 ) -> tuple[Any, SearchResult]:
     """The supernet and the result after twenty steps."""
@@ -121,7 +122,7 @@ def search_pictures(
     net = dmcp.Supernet(model, dmcp.trace(model, torch.zeros(2, 3, 32, 32, device=DEVICE)))
     config = SearchConfig(budget="50%", epochs=2, reference_batch=128, log_every=1, **settings)
     runtime = dmcp.Runtime(engine=engine, checkpointer=checkpointer)
-    return net, dmcp.search(net, pictures(), config, runtime=runtime)
+    return net, dmcp.search(net, pictures(), config, task=task, runtime=runtime)
 
 
 def losses(result: SearchResult) -> Tensor:

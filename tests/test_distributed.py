@@ -137,7 +137,7 @@ def test_without_batchnorm_three_ranks_compute_what_one_process_does(together: l
         assert all(gap(mine[name][part], together[0][name][part]) == 0 for mine in together[1:] for part in parts)
         assert len(wanted["losses"]) == 2 * STEPS
         assert gap(wanted["weights"], dict(programs.plain(SINGLE_PROCESS).named_parameters())) > 1e-2  # they have moved
-    for name in ("usual search", "held-out search"):
+    for name in ("usual search", "held-out search", "own loss"):
         assert float(alone[name]["alphas"].std()) > 10 * NEAR  # all start from one number
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,9 +81,17 @@ def test_own_kernels_compute_what_torchs_do(shape: tuple[int, ...]) -> None:
 # graphs
 
 
-def test_graphs_compute_the_same_bits() -> None:
+def half_cross_entropy(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return 0.5 * torch.nn.functional.cross_entropy(output, batch[1])
+
+
+@pytest.mark.parametrize("loss", [None, half_cross_entropy], ids=["default loss", "own loss"])
+def test_graphs_compute_the_same_bits(loss: Any) -> None:
     exact = dataclasses.replace(EAGER, deterministic=True)
-    plain, replayed = (search_pictures(dataclasses.replace(exact, graphs=it), resnet20) for it in (False, True))
+    task = dmcp.Task(loss=loss)
+    plain, replayed = (
+        search_pictures(dataclasses.replace(exact, graphs=it), resnet20, task=task) for it in (False, True)
+    )
     assert torch.equal(losses(plain[1]), losses(replayed[1]))
     assert all(torch.equal(a, b) for a, b in zip(plain[0].parameters(), replayed[0].parameters(), strict=True))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import statistics
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,13 @@ class Dropping(Residual):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.2, self.training)
+
+
+def half_cross_entropy(output: Tensor, batch: Any) -> Tensor:
+    return 0.5 * F.cross_entropy(output, batch[1])
+
+
+TASKS = [dmcp.Task(), dmcp.Task(loss=half_cross_entropy, distill="classes")]
 
 
 @functools.cache
@@ -107,6 +115,24 @@ def test_the_alphas_learn_from_statistics_of_the_batch() -> None:
     found = result.log[0].task_loss
     assert found is not None
     assert abs(found - losses[True]) < 1e-10 < 0.01 < abs(found - losses[False])
+
+
+# the unit of a loss
+
+
+@pytest.mark.parametrize("factor", [0.001, 0.01, 100.0, 1000.0])
+def test_the_unit_of_an_own_loss_changes_no_alpha(factor: float) -> None:
+    def searched(factor: float) -> SearchResult:
+        def loss(output: Tensor, batch: Any) -> Tensor:
+            return factor * F.cross_entropy(output, batch[1])
+
+        return search(supernet(), loss=loss, warmup=0, train_weights=False, epochs=4, distill=False)
+
+    one, other = searched(1.0), searched(factor)
+    torch.testing.assert_close(other.alphas, one.alphas, rtol=1e-4, atol=1e-5)
+    assert one.alphas.std() > 0.01  # all start from one number
+    for mine, scaled in zip(one.log, other.log, strict=True):  # the log keeps the unit
+        assert mine.task_loss and scaled.task_loss == pytest.approx(factor * mine.task_loss, rel=1e-4)
 
 
 # into the band
@@ -217,14 +243,15 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_does_not_wait_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loss", [None, half_cross_entropy], ids=["default loss", "own loss"])
+def test_the_host_does_not_wait_in_the_loop(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ran(epochs=2, log_every=1000)  # the first trace of a process reads more
     before_the_log = []
     with Reads() as reads:
         monkeypatch.setattr(Log, "flush", lambda log: before_the_log.append(reads.count))
         for epochs in (2, 4):
             reads.count = 0
-            ran(epochs=epochs, log_every=1000)
+            search(supernet(), loss=loss, epochs=epochs, log_every=1000)
     assert before_the_log[0] == before_the_log[1] > 0  # what is read is read before the first step
 
 
@@ -327,16 +354,17 @@ def test_a_front_starts_at_the_budget_with_one_peak_and_grows_sharper() -> None:
 # a search that a loop of the user's drives
 
 
-def looped(**settings: Any) -> tuple[dmcp.Supernet, dmcp.Searcher, list[Any], SearchConfig]:
+def looped(task: dmcp.Task = TASKS[0], **settings: Any) -> tuple[dmcp.Supernet, dmcp.Searcher, list[Any], SearchConfig]:
     net, batches, plain = dmcp.Supernet(*traced_residual(), 4), Noise().batches, {"momentum": 0.0, "weight_decay": 0.0}
     config = SearchConfig(budget="60%", epochs=4, groups=4, alpha_momentum=0.0, **plain, **settings)
-    return net, dmcp.Searcher(net, config, len(batches)), batches, config
+    return net, dmcp.Searcher(net, config, len(batches), task=task), batches, config
 
 
-def test_a_searcher_does_what_search_does_also_from_a_saved_state() -> None:
-    net, _, batches, config = looped()
-    found = dmcp.search(net, batches, config)
-    own, searcher, _, _ = looped()
+@pytest.mark.parametrize("task", TASKS, ids=["default loss", "own loss"])
+def test_a_searcher_does_what_search_does_also_from_a_saved_state(task: dmcp.Task) -> None:
+    net, _, batches, config = looped(task)
+    found = dmcp.search(net, batches, config, task=task)
+    own, searcher, _, _ = looped(task)
     state: dict[str, Any] = {}
     for step in range(8):
         record = searcher.step(batches[step % 2])
@@ -344,7 +372,7 @@ def test_a_searcher_does_what_search_does_also_from_a_saved_state() -> None:
         if step == 4:
             state = copy.deepcopy(searcher.state_dict())
     assert torch.equal(searcher.result().alphas, found.alphas)
-    other, again, _, _ = looped()
+    other, again, _, _ = looped(task)
     again.load_state_dict(state)
     for step in range(5, 8):
         again.step(batches[step % 2])
@@ -355,10 +383,12 @@ def test_a_searcher_does_what_search_does_also_from_a_saved_state() -> None:
         again.step(batches[0])
 
 
+@pytest.mark.parametrize("task", TASKS, ids=["default loss", "own loss"])
 @pytest.mark.parametrize("sharpen", [1.0, 3.0])
-def test_losses_of_a_searcher_have_the_gradients_of_its_steps(sharpen: float) -> None:
-    net, searcher, batches, config = looped(sharpen=sharpen)
-    own, driven, _, _ = looped(sharpen=sharpen)
+def test_losses_of_a_searcher_have_the_gradients_of_its_steps(sharpen: float, task: dmcp.Task) -> None:
+    net, searcher, batches, config = looped(task, sharpen=sharpen)
+    own, driven, _, _ = looped(task, sharpen=sharpen)
+    sizes: list[float] = []  # of the loss
     for call in (lambda: driven.arch_loss(batches[0]), lambda: dmcp.Searcher(own, config, steps_per_epoch=0)):
         with pytest.raises(TrainingError, match=r"weight_loss|steps_per_epoch"):
             call()
@@ -379,7 +409,12 @@ def test_losses_of_a_searcher_have_the_gradients_of_its_steps(sharpen: float) ->
             continue
         alphas.zero_grad()
         before = [tensor.clone() for tensor in own.model.state_dict().values()]
-        driven.arch_loss(batches[step % 2]).backward()
+        loss = driven.arch_loss(batches[step % 2])
+        assert record.task_loss is not None and record.budget_loss is not None
+        sizes.append(record.task_loss)
+        unit = 1.0 if task.loss is None else statistics.fmean(sizes)
+        assert loss.item() == pytest.approx(record.task_loss / unit + 0.1 * record.budget_loss)
+        loss.backward()
         alphas.step()
         assert all(torch.equal(a, b) for a, b in zip(before, own.model.state_dict().values(), strict=True))
     torch.testing.assert_close(driven.result().alphas, searcher.result().alphas)  # all growth is in the result

@@ -109,9 +109,12 @@ def test_one_step_along_the_sum_of_all_gradients(distill: bool) -> None:
     assert (apart.weights()[0] - expected[0]).abs().max() > 1e-6
 
 
-def test_several_batches_are_one_large_batch() -> None:
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_several_batches_are_one_large_batch(own_loss: bool) -> None:
     context, batches = made(NoNorms, distill=False)  # no norms: a batch and its halves are the same
-    other = replace(context, net=copy.deepcopy(context.net))
+    if own_loss:
+        context = replace(context, loss_sizes=context.net.alpha.new_zeros(2))
+    other = copy.deepcopy(context)
     large = [(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
     for it, parts in ((context, batches), (other, large)):
         weight_step(it, parts, sgd(it.net.weights()), subnets_of(context, 1))
@@ -168,6 +171,36 @@ def test_gradient_is_that_of_finite_differences() -> None:
         difference = (values[0] - values[1]) / 2e-5
         torch.testing.assert_close(gradient[place], difference, rtol=1e-5, atol=1e-8)
         assert difference.abs() > 1e-5
+
+
+@pytest.mark.parametrize("shift", [0.0, -10.0], ids=["positive", "negative"])
+def test_an_own_loss_counts_relative_to_its_mean_size(shift: float) -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(output, batch) + shift
+
+    context, batches = made(loss=loss, budget_weight=0.0)
+    own = replace(context, loss_sizes=context.net.alpha.new_zeros(2))
+    sizes = []
+    for batch in batches:
+        plain = arch_step(context, [batch], sgd(context.net.alphas(), lr=0.0))
+        assert plain.task_loss is not None and plain.task_loss * (1 + shift) > 0
+        sizes.append(plain.task_loss.abs())
+        expected = step_gradient(context, [batch]) / torch.stack(sizes).mean()
+        torch.testing.assert_close(step_gradient(own, [batch]), expected)
+        assert expected.abs().max() > 1e-4
+
+
+def test_a_loss_that_was_always_zero_keeps_its_gradient() -> None:
+    """As one that is made for its gradient alone."""
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        value = cross_entropy(output, batch)
+        return value - value.detach()
+
+    context, batches = made(loss=loss, budget_weight=0.0)
+    gradient = step_gradient(context, batches[:1])
+    own = replace(context, loss_sizes=context.net.alpha.new_zeros(2))
+    assert torch.equal(step_gradient(own, batches[:1]), gradient) and gradient.abs().max() > 0.001
 
 
 def equations(net: Any, batch: Any, misprinted: bool = False) -> Tensor:

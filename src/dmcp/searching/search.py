@@ -27,7 +27,7 @@ from dmcp.runtime.progress import phase, shown
 from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import check_reachable, constant_alpha, front_alphas, parse_budget
 from dmcp.searching.records import SearchResult, UnreadStep, missed_budget
-from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss
+from dmcp.searching.steps import StepContext, Steps, arch_gradient, as_loss, mean_size
 from dmcp.searching.subnets import Chains, make_chains, sort_by_importance
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import (
@@ -182,6 +182,9 @@ class Searcher:
         if engine is None:
             float32 = Engine(precision=Precision.FLOAT32, compile=False, graphs=False, kernels=False)
             engine = resolve(float32, device_of(net))
+        loss_sizes = None
+        if task.loss is not None:
+            loss_sizes = torch.zeros(2, dtype=net.alpha.dtype, device=net.alpha.device)
         self.context = StepContext(
             net=net,
             chains=self.chains,
@@ -191,6 +194,7 @@ class Searcher:
             distill=task.distillation or Distill.CLASSES,
             precision=engine.precision,
             world=self.world,
+            loss_sizes=loss_sizes,
         )
         self.steps = Steps(self.context, engine, task.optimizer)
 
@@ -217,7 +221,10 @@ class Searcher:
         return as_loss(losses.sum(), weights, gradients)
 
     def arch_loss(self, batch: Any) -> Tensor:
-        """Of the same step: the loss of the soft network and of the budget, with a gradient of the alphas alone."""
+        """Of the same step: the loss of the soft network and of the budget, with a gradient of the alphas alone.
+
+        Your own loss counts relative to its mean size in the steps so far, so that its unit does not matter.
+        """
         if not self.moves_alphas:
             why = f"Step {self.at} is in the warm-up"
             if self.at < 0:
@@ -235,7 +242,10 @@ class Searcher:
         self.growth_is_due = self.growth > 1
         loss = self.config.budget_weight * record.budget_loss
         if record.task_loss is not None:
-            loss = loss + record.task_loss
+            task_loss = record.task_loss
+            if self.context.loss_sizes is not None:
+                task_loss = task_loss / mean_size(self.context.loss_sizes)
+            loss = loss + task_loss
         return as_loss(loss, [alpha], [gradient])
 
     def result(self) -> SearchResult:
@@ -321,8 +331,10 @@ def _state(searcher: Searcher, data: list[ResumableIterator]) -> State:
     """All that a checkpoint of a search holds."""
     net = searcher.net
     steps = searcher.steps
-    shared = {f"model.{name}": parameter for name, parameter in net.model.named_parameters()}
+    shared: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in net.model.named_parameters()}
     shared["alpha"] = net.alpha
+    if searcher.context.loss_sizes is not None:
+        shared["loss_sizes"] = searcher.context.loss_sizes
 
     def buffers() -> dict[str, Tensor]:
         """Running statistics, which each rank has of its own."""

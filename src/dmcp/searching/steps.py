@@ -14,7 +14,7 @@ from torch import Tensor
 from dmcp.budgets import Budget
 from dmcp.markov import moment
 from dmcp.runtime.batches import input_of, size_of
-from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients
+from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients, mean_values
 from dmcp.runtime.engine import ResolvedEngine, autocast
 from dmcp.searching.bounds import extreme_widths
 from dmcp.searching.budget import budget_loss, ratios
@@ -46,6 +46,8 @@ class StepContext:
     distill: Distillation = Distill.CLASSES  # how sub-networks learn from the output of the largest one
     precision: Precision = Precision.FLOAT32
     world: World = SINGLE_PROCESS
+    # the sizes of a user's own loss in stage 2, summed, and the number of steps; None for the default loss. (2,)
+    loss_sizes: Tensor | None = None
 
 
 def weight_step(
@@ -135,6 +137,7 @@ def arch_step(
 ) -> ArchRecord:
     """Stage 2 (eq. 15): move the alphas by the task loss of the soft network and by the budget loss.
 
+    A user's own loss counts relative to its mean size, so that its unit does not decide what the budget loss weighs.
     With `task_loss=False` the network is not run. Weights and buffers come out bit-identical.
     """
     optimizer.zero_grad(set_to_none=True)
@@ -145,7 +148,7 @@ def arch_step(
 
 
 def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward | None = None) -> ArchRecord:
-    """The losses of stage 2; their gradient is added to that of the alphas."""
+    """The losses of stage 2, in their own units; sets the gradient of the alphas, which must have none before."""
     net = context.net
     chains = context.chains
     config = context.config
@@ -161,21 +164,44 @@ def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward
                 torch.autograd.backward(loss * (size_of(batch) / samples))
                 task_losses.append(loss.detach())
         mean_gradients([net.alpha], samples, context.world)
+        task_loss = None
+        if task_losses:
+            task_loss = torch.stack(task_losses).mean()
+
+        # The unit of a user's own loss may be anything. The factor is the same on all ranks, and stays on the device.
+        if task_loss is not None and context.loss_sizes is not None:
+            add_size(context.loss_sizes, mean_values(task_loss, samples, context.world))
+            if net.alpha.grad is not None:
+                net.alpha.grad.div_(mean_size(context.loss_sizes))
 
         # The budget loss needs no data: it is the same on all ranks.
         marginals = chains.marginals(net.alpha)
         shares = ratios(context.budget, net.graph, marginals, chains.sizes)
         excess = budget_loss(shares, config.tolerance)
         torch.autograd.backward(config.budget_weight * excess)
-    task_loss = None
-    if task_losses:
-        task_loss = torch.stack(task_losses).mean()
     return ArchRecord(
         task_loss=task_loss,
         budget_loss=excess.detach(),
         ratios=shares.detach(),
         widths=moment(marginals.detach(), chains.sizes, 1),
     )
+
+
+def add_size(loss_sizes: Tensor, loss: Tensor) -> None:
+    """Add the size of a loss, which may be negative, to those of earlier steps, in place. (2,), ()"""
+    loss_sizes[0] += loss.abs()
+    loss_sizes[1] += 1
+
+
+def mean_size(loss_sizes: Tensor) -> Tensor:
+    """The mean size of a loss; 1 if it has always been zero. (2,) -> ()
+
+    It is the mean over all steps, since dividing by the loss of one step would make a huge gradient where that is near
+    zero. A loss of size 1 keeps its gradient: cross-entropy has sizes of 0.6 to 4.6 in the searches that chose the
+    defaults (experiments/REPORT.md, "units").
+    """
+    total, steps = loss_sizes.unbind()
+    return torch.where(total > 0, total, steps) / steps
 
 
 def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
