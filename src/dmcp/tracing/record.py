@@ -176,22 +176,22 @@ class Recording:
     recomputes: bool = False  # whether the backward pass takes weights from modules (activation checkpointing)
 
     @functools.cached_property
-    def own(self) -> dict[int, frozenset[int]]:
+    def from_weights(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
-        own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
+        sources_of: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
         constants_to_come = list(self.constants.items())
         for number, op in enumerate(self.ops):
             while constants_to_come and constants_to_come[0][1].ops <= number:
                 value, since = constants_to_come.pop(0)
-                if self._reads_only(own, since):  # else it may be made of the input's values
-                    own.setdefault(value, frozenset())
+                if self._reads_only(sources_of, since):  # else it may be made of the input's values
+                    sources_of.setdefault(value, frozenset())
             inputs = op.inputs()
-            if all(value in own for value in inputs):
-                sources = frozenset[int]().union(*(own[value] for value in inputs))
+            if all(value in sources_of for value in inputs):
+                sources = frozenset[int]().union(*(sources_of[value] for value in inputs))
                 for out in op.outs:
-                    if out is not None and out not in own:
-                        own[out] = sources
-        return own
+                    if out is not None and out not in sources_of:
+                        sources_of[out] = sources
+        return sources_of
 
     def _reads_only(self, values: Mapping[int, frozenset[int]], since: Since) -> bool:
         """Whether the reads that left torch before a constant was first seen were of these values only."""
@@ -211,7 +211,7 @@ class Recording:
                 targets += op.args[:1]
             for target in targets:
                 if isinstance(target, Ref):
-                    values |= self.own.get(target.value, frozenset())
+                    values |= self.from_weights.get(target.value, frozenset())
         return {self.tensors[value] for value in values}
 
 
@@ -561,8 +561,8 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
     for (path, name), now in changed.items():
         if path in cached:
             old, known = before.get((path, name)), recorder._known
-            depends = isinstance(now, int) and known.get(now, -1) not in recording.own
-            if isinstance(now, int) and (sources := recording.own.get(known.get(now, -1))):
+            depends = isinstance(now, int) and known.get(now, -1) not in recording.from_weights
+            if isinstance(now, int) and (sources := recording.from_weights.get(known.get(now, -1))):
                 computed[path, name] = {recording.tensors[it] for it in sources}
             if depends and isinstance(old, int) and old in recorder.touched | known.keys():
                 raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")

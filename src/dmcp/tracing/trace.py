@@ -229,7 +229,7 @@ def _describe_branches(recordings: Sequence[Recording]) -> str:
     modules: list[str] = []
     for recording in recordings:
         for read in recording.reads:
-            depends_on_input = not recording.own.keys() >= set(read.values)
+            depends_on_input = not recording.from_weights.keys() >= set(read.values)
             if depends_on_input and read.where not in modules:
                 modules.append(read.where)
     if not modules:
@@ -581,7 +581,7 @@ def _value_shares(recording: Recording, batch: int | None, sample: Recording | N
     for value, shape in enumerate(recording.shapes):
         if sample is not None:
             shares[value] = Fraction(math.prod(sample.shapes[value]), max(1, math.prod(shape)))
-        elif batch is None or value in recording.own:
+        elif batch is None or value in recording.from_weights:
             shares[value] = Fraction(1)
         else:
             shares[value] = Fraction(1, batch)
