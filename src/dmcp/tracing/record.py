@@ -551,33 +551,65 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
         twin = narrow(model, {}, {}).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
-    before, _alive = _plain_state(twin), [vars(module).copy() for module in modules_of(twin)]
+    before = _plain_state(twin)
+    _alive = [vars(module).copy() for module in modules_of(twin)]  # ids are reused unless all attributes stay alive
     recorder = Recorder(twin, tensors_in(example), grad, model)
     recording = run_recorded(recorder, twin, example)
-    modules = dict(model.named_modules())
-    changed = {key: now for key, now in _plain_state(twin).items() if now != before.get(key)}
-    cached = {path for (path, _), now in changed.items() if not isinstance(now, str)}
-    computed: dict[tuple[str, str], set[str]] = {}  # from weights
-    for (path, name), now in changed.items():
-        if path in cached:
-            old, known = before.get((path, name)), recorder._known
-            depends = isinstance(now, int) and known.get(now, -1) not in recording.from_weights
-            if isinstance(now, int) and (sources := recording.from_weights.get(known.get(now, -1))):
-                computed[path, name] = {recording.tensors[it] for it in sources}
-            if depends and isinstance(old, int) and old in recorder.touched | known.keys():
-                raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")
-            held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
-            if isinstance(held, Tensor):
-                recording.caches[path, name] = held.detach().clone()
-            else:
-                recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
+
+    after = _plain_state(twin)
+    changed = {key: state for key, state in after.items() if state != before.get(key)}
+    _note_caches(recorder, model, before, changed)
+    computed = _computed_from_weights(recorder, changed)
     if computed:
+        # What a second run leaves as it is was computed for later runs.
         run_recorded(Recorder(twin, tensors_in(example), grad), twin, example)
-        still = _plain_state(twin)
-        recording.keeps.update(*(names for key, names in computed.items() if still[key] == changed[key]))
+        after_second = _plain_state(twin)
+        for key, names in computed.items():
+            if after_second[key] == changed[key]:
+                recording.keeps.update(names)
     if recorder.apart:
         recording.recomputes = _recomputes(twin, example, device)
     return recording
+
+
+_State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> what it holds, see `_plain_state`
+
+
+def _changed_caches(changed: _State) -> _State:
+    """The attributes that forward changed in modules where it changed a tensor, too; sizes alone are no cache."""
+    modules = {path for (path, _), state in changed.items() if not isinstance(state, str)}
+    return {(path, name): state for (path, name), state in changed.items() if path in modules}
+
+
+def _note_caches(recorder: Recorder, model: nn.Module, before: _State, changed: _State) -> None:
+    """Note what the caches held before the run. TraceError if forward reads what an earlier run left there."""
+    recording = recorder.recording
+    modules = dict(model.named_modules())
+    seen = recorder.touched | recorder._known.keys()
+    for (path, name), state in _changed_caches(changed).items():
+        old = before.get((path, name))
+        is_of_input = isinstance(state, int) and recorder._known.get(state, -1) not in recording.from_weights
+        if is_of_input and isinstance(old, int) and old in seen:
+            raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")
+        held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
+        if isinstance(held, Tensor):
+            recording.caches[path, name] = held.detach().clone()
+        elif isinstance(held, dict):
+            recording.caches[path, name] = {}
+        else:
+            recording.caches[path, name] = copy.deepcopy(held)
+
+
+def _computed_from_weights(recorder: Recorder, changed: _State) -> dict[tuple[str, str], set[str]]:
+    """The names of the tensors from which forward computed an attribute, for each such attribute."""
+    recording = recorder.recording
+    computed: dict[tuple[str, str], set[str]] = {}
+    for key, state in _changed_caches(changed).items():
+        value = recorder._known.get(state) if isinstance(state, int) else None
+        sources = recording.from_weights.get(value) if value is not None else None
+        if sources:
+            computed[key] = {recording.tensors[source] for source in sources}
+    return computed
 
 
 def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -216,8 +216,8 @@ def wrong_dtype(model: nn.Module, example: Any) -> str:
     if not weight_dtypes or not example_dtypes.isdisjoint(weight_dtypes):
         return ""
     needed = _dtype_names(weight_dtypes)
-    given = _dtype_names(example_dtypes)
-    return f"{given}, the weights of the model {needed}: convert it, and scale bytes of images as the model expects"
+    actual = _dtype_names(example_dtypes)
+    return f"{actual}, the weights of the model {needed}: convert it, and scale bytes of images as the model expects"
 
 
 def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
