@@ -144,7 +144,7 @@ def loader_pace(loader: Any, device: torch.device) -> tuple[float, str]:
         return pace, f"use --workers {cores}"
     if loader.store:
         return pace, "it needs more cores"
-    return pace, "scale the files down until a quarter of the memory holds them"
+    return pace, "scale the files down until they fit into a quarter of the memory"
 
 
 def measured_batch(batch: int, sample: Sequence[int], device: torch.device) -> int:

@@ -77,7 +77,7 @@ def open_rows(data: Any, name: str) -> RowSet:
     labels = data[label] if hasattr(data, "column_names") else [data[index][label] for index in range(len(data))]
     labels = list(labels)
     if not all(isinstance(number, int) and number >= 0 for number in labels):
-        raise DataError(f"The column {label!r} of {name} must hold class numbers from 0, of every row.")
+        raise DataError(f"The column {label!r} of {name} must hold a class number, counted from 0, in every row.")
     classes = getattr(data.features[label], "num_classes", None) or max(labels) + 1
     paths = tuple(f"row {index}" for index in range(len(data)))
     numbers = torch.tensor(labels, dtype=torch.int64)

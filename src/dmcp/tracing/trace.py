@@ -321,7 +321,7 @@ def _fix_values_in_python(coupling: Coupling) -> None:
                 for layout in within.layouts[value]:
                     coupling.channels.fix(layout, f"its values are read by {read.way} ({read.where})")
         for op in within.recording.seeded:
-            reason = f"random numbers seeded in forward go by its size ({op.name} at {op.path or 'the top'})"
+            reason = f"random numbers seeded in forward depend on its size ({op.name} at {op.path or 'the top'})"
             for out in op.outs:
                 if out is None:
                     continue
