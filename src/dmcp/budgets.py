@@ -53,7 +53,8 @@ class Limit:
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.target < 1:
             raise BudgetError(
-                f"A limit must be at least 1, of one of {', '.join(KINDS)}, not {self.target} of {self.kind}."
+                f"A limit needs a kind, one of {', '.join(KINDS)}, and a target of at least 1, "
+                f"not {self.kind!r} and {self.target}."
             )
 
 
