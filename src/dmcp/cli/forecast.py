@@ -68,7 +68,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
         pace, remedy = loader_pace(with_batch_size(job.loaders.search, images_read), device)
         pace *= config.batch / images_read
         stages = forecast(job, budgets, images)
-    stages = _held_back(stages, pace, remedy)
+    stages = _slow_down(stages, pace, remedy)
     steps = sum(stage.steps for stage in stages)
     seconds = sum(stage.seconds for stage in stages)
     memory = None
@@ -121,8 +121,8 @@ def print_chosen(job: Job) -> None:
         print(f"  --{name.replace('_', '-'):<14}{reason}")
 
 
-def _held_back(stages: Sequence[Stage], pace: float, remedy: str) -> list[Stage]:
-    """The stages, none of them faster than the loader reads its batches."""
+def _slow_down(stages: Sequence[Stage], pace: float, remedy: str) -> list[Stage]:
+    """Let no stage be faster than the loader, which takes `pace` seconds for a batch; tell the user what helps."""
     slowed = [stage.name for stage in stages if stage.seconds < pace * stage.steps]
     if slowed and remedy:
         log(f"The loader takes {1000 * pace:.0f} ms for a batch, which slows down {', '.join(slowed)}: {remedy}.")
@@ -130,7 +130,7 @@ def _held_back(stages: Sequence[Stage], pace: float, remedy: str) -> list[Stage]
 
 
 def loader_pace(loader: Any, device: torch.device) -> tuple[float, str]:
-    """Seconds for a batch of image files, once the loader is under way, and what makes it faster; 0 for arrays."""
+    """Measure the seconds that the loader takes for a batch of image files (0 for arrays); and say what would help."""
     if not hasattr(loader, "workers"):
         return 0.0, ""
     times: list[float] = []
@@ -148,9 +148,10 @@ def loader_pace(loader: Any, device: torch.device) -> tuple[float, str]:
 
 
 def measured_batch(batch: int, sample: Sequence[int], device: torch.device) -> int:
-    """Images in the batches that a forecast measures: on a CPU few, whose memory a whole batch may exhaust.
+    """Choose how many images the measured batches have: on a GPU as many as the run, on a CPU only a few.
 
-    There the time of a step is in proportion to its images; on a GPU it is not, and the memory is measured, too.
+    On a CPU a whole batch may not fit into the memory, and the time of a step is proportional to its images. On a GPU
+    the time is not, and the peak memory is part of the forecast.
     """
     if device.type != "cpu":
         return batch
@@ -158,9 +159,9 @@ def measured_batch(batch: int, sample: Sequence[int], device: torch.device) -> i
 
 
 def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage]:
-    """The stages of a run, from a few steps of copies of the network and of its supernet.
+    """Forecast the stages of a run by running a few steps of copies of the network and of its supernet.
 
-    images: in the batches of these steps, whose time is scaled to the batches of the run.
+    images: the size of the measured batches. Their time is scaled to the batch size of the run.
     """
     config = job.config
     graph = job.graph
@@ -170,7 +171,7 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
     silent = Runtime(progress=False)
 
     def seconds_per_step(run: Callable[[list[Any]], object]) -> float:
-        """Time of a step of the run: that of several less that of one; the first run of all is slow."""
+        """Time of a step of the run: the time of several steps minus that of one; the first run is a warm-up."""
         scale = config.batch / images
         times: list[float] = []
         for part in (batches[:1], batches[:1], 2 * batches):

@@ -226,10 +226,10 @@ def _describe_enlargement(size: Shape, image_size: Shape) -> list[str]:
 
 
 def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
-    """Open network and data, and say what the user may not expect of them.
+    """Open network and data, and tell the user what may be surprising about them.
 
-    Refused are a network that is no classifier of these images or not finite, and broken test images. A child process
-    does not look at the files and says nothing: its parent did.
+    A network is refused if it does not classify these images or if its outputs are not finite; so are broken test
+    images. A child process does not look at the files and says nothing: its parent did.
     """
     job = open_job(config, typed)
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
