@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from dmcp.searching.search import SEARCH, SearchWarning
 from dmcp.searching.search import search as run_search
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import AUTO, UNPRUNED, Retrain
+from dmcp.tracing.widths import Widths
 from dmcp.training.loop import Runtime
 from dmcp.training.loop import train as run_training
 from dmcp.units import show_duration
@@ -51,65 +52,97 @@ class Stage(NamedTuple):
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run would do, and how long it would take."""
+
+    low: Widths  # the smallest widths of the search
+    high: Widths
+    budgets: Mapping[str, Budget]
+    stages: Sequence[Stage]
+    images: int  # in the batches that were measured
+    peak_bytes: int | None  # on the GPU; None on a CPU
+
+    @property
+    def total(self) -> Stage:
+        """All stages together."""
+        steps = sum(stage.steps for stage in self.stages)
+        seconds = sum(stage.seconds for stage in self.stages)
+        return Stage("total", steps, seconds)
+
+
 def dry_run(config: RunConfig, request: Request) -> None:
     """Show what a run would do and how long it would take, from a few steps of copies."""
     check_method(config.method)
     refuse_early(config, request, run_folder(config, request))
     job = with_checked_budgets(open_checked(config, request.typed))
-    config = job.config
-    graph = job.graph
-    device = device_of(job.model)
-    low, high = reachable(graph, job.search)
-    budgets = parse_budgets(job.budgets, graph, low, high, job.search.align)
+    low, high = reachable(job.graph, job.search)
+    budgets = parse_budgets(job.budgets, job.graph, low, high, job.search.align)
 
-    images = measured_batch(config.batch, job.data.shape, device)
+    # A few steps, and a few batches of the loader.
+    device = device_of(job.model)
+    batch = job.config.batch
+    images = measured_batch(batch, job.data.shape, device)
     with progress.showing(not (request.quiet or request.as_json)):
-        images_read = min(config.batch, max(images, CHUNK * core_count()))  # so many that no core is idle
+        images_read = min(batch, max(images, CHUNK * core_count()))  # so many that no core is idle
         pace, remedy = loader_pace(with_batch_size(job.loaders.search, images_read), device)
-        pace *= config.batch / images_read
+        pace *= batch / images_read
         stages = forecast(job, budgets, images)
     stages = _slow_down(stages, pace, remedy)
-    steps = sum(stage.steps for stage in stages)
-    seconds = sum(stage.seconds for stage in stages)
-    memory = None
-    if device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated(device)
 
+    peak_bytes = None
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+    result = Forecast(low=low, high=high, budgets=budgets, stages=stages, images=images, peak_bytes=peak_bytes)
     if request.as_json:
-        asked = []
-        for budget in budgets.values():
-            asked.append(plain_costs({limit.kind: limit.target for limit in budget.limits}))
-        facts = {
-            "reachable": {"min": plain_costs(costs(graph, low)), "max": plain_costs(costs(graph, high))},
-            "asked": asked,
-            "chosen": job.reasons,
-            "device": device.type,
-            "stages": [stage._asdict() for stage in stages],
-            "steps": steps,
-            "seconds": seconds,
-            "measured_batch": images,
-            "peak_bytes": memory,
-        }
-        print_json(facts)
-        return
-    print(describe_network(config.model, job.data.shape, graph))
-    print(f"\nReachable: from {describe_costs(graph, low)}")
-    print(f"           to   {describe_costs(graph, high)}")
-    for budget in budgets.values():
+        print_json(_plain(job, result))
+    else:
+        _print(job, result)
+
+
+def _plain(job: Job, result: Forecast) -> dict[str, Any]:
+    """The forecast as plain data."""
+    asked = []
+    for budget in result.budgets.values():
+        asked.append(plain_costs({limit.kind: limit.target for limit in budget.limits}))
+    return {
+        "reachable": {
+            "min": plain_costs(costs(job.graph, result.low)),
+            "max": plain_costs(costs(job.graph, result.high)),
+        },
+        "asked": asked,
+        "chosen": job.reasons,
+        "device": device_of(job.model).type,
+        "stages": [stage._asdict() for stage in result.stages],
+        "steps": result.total.steps,
+        "seconds": result.total.seconds,
+        "measured_batch": result.images,
+        "peak_bytes": result.peak_bytes,
+    }
+
+
+def _print(job: Job, result: Forecast) -> None:
+    """Print the forecast for people."""
+    config = job.config
+    print(describe_network(config.model, job.data.shape, job.graph))
+    print(f"\nReachable: from {describe_costs(job.graph, result.low)}")
+    print(f"           to   {describe_costs(job.graph, result.high)}")
+    for budget in result.budgets.values():
         limits = ", ".join(show_cost(limit.kind, limit.target) for limit in budget.limits)
         if config.within is None:
             print(f"Budget:    at most {limits}")
         else:
             print(f"Budget:    the smallest within {config.within:g}, to be found; {limits} is assumed here")
     print_chosen(job)
+
     print("\nExpected time")
-    wide = max(16, *(len(stage.name) for stage in stages))
-    for stage in (*stages, Stage("total", steps, seconds)):
+    wide = max(16, *(len(stage.name) for stage in result.stages))
+    for stage in (*result.stages, result.total):
         print(f"  {stage.name:<{wide}}{stage.steps:>8} steps  {show_duration(stage.seconds):>12}")
-    if images < config.batch:
-        print(f"\nThe time was measured with batches of {images:,} images and scaled to {config.batch:,}.")
-    if memory:
-        print(f"\nThe peak memory on the GPU is {memory / 2**30:.1f} GiB.")
+    if result.images < config.batch:
+        print(f"\nThe time was measured with batches of {result.images:,} images and scaled to {config.batch:,}.")
+    if result.peak_bytes:
+        print(f"\nThe peak memory on the GPU is {result.peak_bytes / 2**30:.1f} GiB.")
     print("\nNothing was trained, and no run was written.")
 
 
