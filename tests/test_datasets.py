@@ -20,7 +20,7 @@ from torchvision.datasets import CIFAR10, cifar
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from dmcp.cli.job import sized
+from dmcp.cli.job import with_shape
 from dmcp.data import datasets
 from dmcp.data.datasets import ArraySet, Augmentation, DataSets, check_data, load, preprocessing, split, unseen_classes
 from dmcp.data.images import (
@@ -192,7 +192,7 @@ def prepared(image: Any, how: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("size", [17, 224, (9, 31), (1, 2)])
 def test_images_are_prepared_as_stated(size: Any, tmp_path: Path) -> None:
     files = load(write_photos(tmp_path / "a", (20, 24), (33, 11), (18, 18), (64, 48), (7, 61), count=5), size=size)
-    grey = sized(files, "", (1, *files.shape[1:]))
+    grey = with_shape(files, "", (1, *files.shape[1:]))
     for part, off in ((grey, 0.04), (files, 1e-5)):  # PIL rounds its levels
         how = json.loads(json.dumps(preprocessing(part)))
         found = torch.stack([prepared(Image.open(path), how) for path in part.test.paths])

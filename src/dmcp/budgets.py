@@ -52,7 +52,10 @@ class Limit:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.target < 1:
-            raise BudgetError(f"A limit is at least 1 of {', '.join(KINDS)}, not {self.target} of {self.kind}.")
+            raise BudgetError(
+                f"A limit needs a kind, one of {', '.join(KINDS)}, and a target of at least 1, "
+                f"not {self.kind!r} and {self.target}."
+            )
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not self.limits:
-            raise BudgetError("A budget has at least one limit.")
+            raise BudgetError("A budget needs at least one limit.")
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -118,7 +121,9 @@ def read_budget(spec: object) -> WrittenBudget:
         targets.append(target)
     budget = WrittenBudget(tuple(targets), text)
     if len(set(budget.kinds)) < len(budget.kinds):
-        raise BudgetError(f"The budget {text!r} limits one kind twice. (A decimal point is written as in 1.5G.)")
+        raise BudgetError(
+            f"The budget {text!r} limits the same kind of cost twice. (Write decimals with a point: 1.5G.)"
+        )
     return budget
 
 

@@ -66,7 +66,7 @@ def with_latency(
     latency: Latency | Measure | None,
     runtime: Runtime,
 ) -> tuple[ChannelGraph, Timer | None]:
-    """The graph with a latency table, if a budget needs one, and a timer that measures as the table was measured.
+    """Attach a latency table to the graph if a budget needs one; and make a timer that measures in the same way.
 
     The table is the given one, or that of an interrupted run, or a new one. There is no timer if there is no table, or
     if this machine is not the one that the table is of.

@@ -156,13 +156,13 @@ def _takes_classes(factory: Callable[..., Any]) -> bool:
         return False
 
 
-def sample_shape(model: nn.Module, usual: tuple[int, ...] = (3, 224, 224)) -> tuple[int, ...]:
-    """Return the shape of one image for the model: its `sample_shape`, timm's input_size, else the usual one."""
+def sample_shape(model: nn.Module, default: tuple[int, ...] = (3, 224, 224)) -> tuple[int, ...]:
+    """Return the shape of one image for the model: its `sample_shape`, timm's input_size, else the default."""
     own_shape = getattr(model, "sample_shape", None)
     if own_shape:
         return tuple(own_shape)
     config = getattr(model, "pretrained_cfg", None) or {}
-    return tuple(config.get("input_size", usual))
+    return tuple(config.get("input_size", default))
 
 
 def names(timm: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dmcp.cli.config import Request, needs_typing
 from dmcp.cli.forecast import print_chosen
-from dmcp.cli.job import CHILD, Job, open_checked, place_of
+from dmcp.cli.job import CHILD, Job, choose_device, open_checked
 from dmcp.cli.output import log, print_json
 from dmcp.cli.processes import Command, run_side_by_side
 from dmcp.cli.session import session
@@ -46,7 +46,7 @@ def gather(folder: Path, as_json: bool) -> None:
 
 def compare(config: RunConfig, request: Request) -> None:
     """dmcp compare."""
-    device = place_of(config)
+    device = choose_device(config)
 
     # Network and data are opened on the CPU: only the processes of the runs use the device.
     opened = replace(

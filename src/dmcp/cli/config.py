@@ -140,7 +140,7 @@ def with_options(config: RunConfig, typed: Mapping[str, Any]) -> RunConfig:
 
 
 def _read_value(option: Option, value: Any) -> Any:
-    """What was typed, as the field has it."""
+    """Convert what was typed to the type of the field."""
     if option.setting.type == Bound:
         return read_bound(option.name, value)
     if option.name == "budget" and isinstance(value, list):
@@ -153,7 +153,7 @@ def _read_value(option: Option, value: Any) -> Any:
 
 
 def read_bound(option: str, texts: Iterable[str]) -> Bound:
-    """8 and layer1=12 as the settings of a search have them."""
+    """Read bounds such as 8 and layer1=12 in the form that the settings of a search have."""
     numbers: dict[str, int] = {}
     for text in texts:
         name, _, number = text.rpartition("=")
@@ -170,7 +170,7 @@ def read_bound(option: str, texts: Iterable[str]) -> Bound:
 
 
 def make_config(request: Request) -> RunConfig:
-    """What was asked for: by options, by a recipe that options change, or by the run that is resumed."""
+    """Make the settings of a run from options, from a recipe that options change, or from the run that is resumed."""
     typed = dict(request.typed)
     if "within" in typed and "budget" in typed:
         typed["budget"] = [budget_of_kind(", ".join(typed["budget"]))]

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from dmcp.searching.search import SEARCH, SearchWarning
 from dmcp.searching.search import search as run_search
 from dmcp.searching.supernet import Supernet
 from dmcp.settings import AUTO, UNPRUNED, Retrain
+from dmcp.tracing.widths import Widths
 from dmcp.training.loop import Runtime
 from dmcp.training.loop import train as run_training
 from dmcp.units import show_duration
@@ -51,65 +52,97 @@ class Stage(NamedTuple):
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run would do, and how long it would take."""
+
+    low: Widths  # the smallest widths of the search
+    high: Widths
+    budgets: Mapping[str, Budget]
+    stages: Sequence[Stage]
+    images: int  # in the batches that were measured
+    peak_bytes: int | None  # on the GPU; None on a CPU
+
+    @property
+    def total(self) -> Stage:
+        """All stages together."""
+        steps = sum(stage.steps for stage in self.stages)
+        seconds = sum(stage.seconds for stage in self.stages)
+        return Stage("total", steps, seconds)
+
+
 def dry_run(config: RunConfig, request: Request) -> None:
     """Show what a run would do and how long it would take, from a few steps of copies."""
     check_method(config.method)
     refuse_early(config, request, run_folder(config, request))
     job = with_checked_budgets(open_checked(config, request.typed))
-    config = job.config
-    graph = job.graph
+    low, high = reachable(job.graph, job.search)
+    budgets = parse_budgets(job.budgets, job.graph, low, high, job.search.align)
+
+    # A few steps, and a few batches of the loader.
     device = device_of(job.model)
-    low, high = reachable(graph, job.search)
-    budgets = parse_budgets(job.budgets, graph, low, high, job.search.align)
-
-    images = measured_batch(config.batch, job.data.shape, device)
+    batch = job.config.batch
+    images = measured_batch(batch, job.data.shape, device)
     with progress.showing(not (request.quiet or request.as_json)):
-        images_read = min(config.batch, max(images, CHUNK * core_count()))  # so many that no core is idle
+        images_read = min(batch, max(images, CHUNK * core_count()))  # so many that no core is idle
         pace, remedy = loader_pace(with_batch_size(job.loaders.search, images_read), device)
-        pace *= config.batch / images_read
+        pace *= batch / images_read
         stages = forecast(job, budgets, images)
-    stages = _held_back(stages, pace, remedy)
-    steps = sum(stage.steps for stage in stages)
-    seconds = sum(stage.seconds for stage in stages)
-    memory = None
-    if device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated(device)
+    stages = _slow_down(stages, pace, remedy)
 
+    peak_bytes = None
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+    result = Forecast(low=low, high=high, budgets=budgets, stages=stages, images=images, peak_bytes=peak_bytes)
     if request.as_json:
-        asked = []
-        for budget in budgets.values():
-            asked.append(plain_costs({limit.kind: limit.target for limit in budget.limits}))
-        facts = {
-            "reachable": {"min": plain_costs(costs(graph, low)), "max": plain_costs(costs(graph, high))},
-            "asked": asked,
-            "chosen": job.reasons,
-            "device": device.type,
-            "stages": [stage._asdict() for stage in stages],
-            "steps": steps,
-            "seconds": seconds,
-            "measured_batch": images,
-            "peak_bytes": memory,
-        }
-        print_json(facts)
-        return
-    print(describe_network(config.model, job.data.shape, graph))
-    print(f"\nReachable: from {describe_costs(graph, low)}")
-    print(f"           to   {describe_costs(graph, high)}")
-    for budget in budgets.values():
+        print_json(_plain(job, result))
+    else:
+        _print(job, result)
+
+
+def _plain(job: Job, result: Forecast) -> dict[str, Any]:
+    """The forecast as plain data."""
+    asked = []
+    for budget in result.budgets.values():
+        asked.append(plain_costs({limit.kind: limit.target for limit in budget.limits}))
+    return {
+        "reachable": {
+            "min": plain_costs(costs(job.graph, result.low)),
+            "max": plain_costs(costs(job.graph, result.high)),
+        },
+        "asked": asked,
+        "chosen": job.reasons,
+        "device": device_of(job.model).type,
+        "stages": [stage._asdict() for stage in result.stages],
+        "steps": result.total.steps,
+        "seconds": result.total.seconds,
+        "measured_batch": result.images,
+        "peak_bytes": result.peak_bytes,
+    }
+
+
+def _print(job: Job, result: Forecast) -> None:
+    """Print the forecast for people."""
+    config = job.config
+    print(describe_network(config.model, job.data.shape, job.graph))
+    print(f"\nReachable: from {describe_costs(job.graph, result.low)}")
+    print(f"           to   {describe_costs(job.graph, result.high)}")
+    for budget in result.budgets.values():
         limits = ", ".join(show_cost(limit.kind, limit.target) for limit in budget.limits)
         if config.within is None:
             print(f"Budget:    at most {limits}")
         else:
             print(f"Budget:    the smallest within {config.within:g}, to be found; {limits} is assumed here")
     print_chosen(job)
+
     print("\nExpected time")
-    wide = max(16, *(len(stage.name) for stage in stages))
-    for stage in (*stages, Stage("total", steps, seconds)):
+    wide = max(16, *(len(stage.name) for stage in result.stages))
+    for stage in (*result.stages, result.total):
         print(f"  {stage.name:<{wide}}{stage.steps:>8} steps  {show_duration(stage.seconds):>12}")
-    if images < config.batch:
-        print(f"\nThe time was measured with batches of {images:,} images and scaled to {config.batch:,}.")
-    if memory:
-        print(f"\nThe peak memory on the GPU is {memory / 2**30:.1f} GiB.")
+    if result.images < config.batch:
+        print(f"\nThe time was measured with batches of {result.images:,} images and scaled to {config.batch:,}.")
+    if result.peak_bytes:
+        print(f"\nThe peak memory on the GPU is {result.peak_bytes / 2**30:.1f} GiB.")
     print("\nNothing was trained, and no run was written.")
 
 
@@ -121,8 +154,8 @@ def print_chosen(job: Job) -> None:
         print(f"  --{name.replace('_', '-'):<14}{reason}")
 
 
-def _held_back(stages: Sequence[Stage], pace: float, remedy: str) -> list[Stage]:
-    """The stages, none of them faster than the loader reads its batches."""
+def _slow_down(stages: Sequence[Stage], pace: float, remedy: str) -> list[Stage]:
+    """Let no stage be faster than the loader, which takes `pace` seconds for a batch; tell the user what helps."""
     slowed = [stage.name for stage in stages if stage.seconds < pace * stage.steps]
     if slowed and remedy:
         log(f"The loader takes {1000 * pace:.0f} ms for a batch, which slows down {', '.join(slowed)}: {remedy}.")
@@ -130,7 +163,7 @@ def _held_back(stages: Sequence[Stage], pace: float, remedy: str) -> list[Stage]
 
 
 def loader_pace(loader: Any, device: torch.device) -> tuple[float, str]:
-    """Seconds for a batch of image files, once the loader is under way, and what makes it faster; 0 for arrays."""
+    """Measure the seconds that the loader takes for a batch of image files (0 for arrays); and say what would help."""
     if not hasattr(loader, "workers"):
         return 0.0, ""
     times: list[float] = []
@@ -144,13 +177,14 @@ def loader_pace(loader: Any, device: torch.device) -> tuple[float, str]:
         return pace, f"use --workers {cores}"
     if loader.store:
         return pace, "it needs more cores"
-    return pace, "scale the files down until a quarter of the memory holds them"
+    return pace, "scale the files down until they fit into a quarter of the memory"
 
 
 def measured_batch(batch: int, sample: Sequence[int], device: torch.device) -> int:
-    """Images in the batches that a forecast measures: on a CPU few, whose memory a whole batch may exhaust.
+    """Choose how many images the measured batches have: on a GPU as many as the run, on a CPU only a few.
 
-    There the time of a step is in proportion to its images; on a GPU it is not, and the memory is measured, too.
+    On a CPU a whole batch may not fit into the memory, and the time of a step is proportional to its images. On a GPU
+    the time is not, and the peak memory is part of the forecast.
     """
     if device.type != "cpu":
         return batch
@@ -158,9 +192,9 @@ def measured_batch(batch: int, sample: Sequence[int], device: torch.device) -> i
 
 
 def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage]:
-    """The stages of a run, from a few steps of copies of the network and of its supernet.
+    """Forecast the stages of a run by running a few steps of copies of the network and of its supernet.
 
-    images: in the batches of these steps, whose time is scaled to the batches of the run.
+    images: the size of the measured batches. Their time is scaled to the batch size of the run.
     """
     config = job.config
     graph = job.graph
@@ -170,7 +204,7 @@ def forecast(job: Job, budgets: Mapping[str, Budget], images: int) -> list[Stage
     silent = Runtime(progress=False)
 
     def seconds_per_step(run: Callable[[list[Any]], object]) -> float:
-        """Time of a step of the run: that of several less that of one; the first run of all is slow."""
+        """Time of a step of the run: the time of several steps minus that of one; the first run is a warm-up."""
         scale = config.batch / images
         times: list[float] = []
         for part in (batches[:1], batches[:1], 2 * batches):

@@ -59,7 +59,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """The network of a run, its data, and both known to fit."""
+    """The network of a run and its data, which are known to fit each other."""
 
     model: nn.Module
     fresh: nn.Module  # the same network, never trained but for what is frozen in it
@@ -138,7 +138,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
 
     typed: the options of a new run, whose other settings follow network and data; None: all settings are known.
     """
-    device = place_of(config)
+    device = choose_device(config)
     notes: list[str] = []
     reasons: dict[str, str] = {}
 
@@ -147,52 +147,46 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     if data.note:
         notes.append(data.note)
     fresh = build(config, data.classes)
-    sample, why_sample, image_size = sample_shape(config, fresh, data)
-    if why_sample:
-        config = replace(config, input=show_shape(sample))
-        reasons["input"] = f"{show_shape(sample)}: {why_sample}"
+    sample = choose_shape(config, fresh, data)
+    if sample.reason:
+        text = show_shape(sample.shape)
+        config = replace(config, input=text)
+        reasons["input"] = f"{text}: {sample.reason}"
         is_mixed = isinstance(data.train, FolderSet) and len(set(some_sizes(data.train))) > 1
-        if is_mixed and sample[1:] == image_size:
-            notes.append(f"The images have several sizes; the network gets {show_shape(sample)}, {why_sample}.")
-    data = sized(data, config.data, sample)
-    unseen = unseen_classes(data.train, data.test)
-    if unseen:
-        names = ", ".join(unseen[:_NAMED])
-        if len(unseen) > _NAMED:
-            names += ", ..."
-        notes.append(f"No training image has these classes of test images, so they cannot be learned: {names}.")
-    check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if image_size else "")
+        if is_mixed and sample.shape[1:] == sample.image_size:
+            notes.append(f"The images have several sizes; the network gets {text}, {sample.reason}.")
+    data = with_shape(data, config.data, sample.shape)
+    notes += _describe_unseen(data)
+    check_fit(fresh, data, " (give the size that it takes, like --input 3x32x32)" if sample.image_size else "")
 
     # The given weights, and the teacher's.
-    model, new_head = fresh, False
+    model = fresh
+    new_head = False
     if config.weights:
         model = build(config, data.classes)
         new_head = load_weights(model, Path(config.weights), notes, data.classes)
         fresh = with_frozen(fresh, model)
-    teacher = _teacher(config, model, data, new_head, notes)
+    teacher = _load_teacher(config, model, data, new_head, notes)
     graph = trace_job(config, model, data.shape)
 
-    # The settings that nobody typed follow both.
-    train_set, held_out = data.train, None
+    # The images for the weights, for the alphas, and for the decision on a budget.
+    train_set = data.train
+    held_out = None
     if config.holdout:
-        train_set, held_out = split(data.train, config.holdout, config.seed)
-    trained = False
+        train_set, held_out = split(train_set, config.holdout, config.seed)
     judged = None
     if config.within is not None:
         train_set, judged = split(train_set, HELD_OUT, config.seed + 1)  # other images than those of --holdout
+
+    # The settings that nobody typed follow the network and the data.
+    trained = False
     if typed is not None:
         if config.weights and not new_head:
             trained = _is_trained(config, model.to(device), data, graph, notes)
         config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained, has_batch_norms(model))
         reasons |= more_reasons
-    loaders, test = _loaders(config, train_set, held_out, judged, data, device)
-    if image_size:
-        growth = max(new / old for new, old in zip(data.shape[1:], image_size, strict=True))
-        if growth >= _ENLARGED:
-            notes.append(
-                f"The images are about {show_shape(image_size)} and are enlarged to {show_shape(data.shape[1:])}: "
-                f"give --input 3x{show_shape(image_size)} to train at their size."
-            )
+    loaders, test = _make_loaders(config, train_set, held_out, judged, data, device)
+    notes += _describe_enlargement(data.shape[1:], sample.image_size)
     return Job(
         model=model.to(device),
         fresh=fresh.to(device),
@@ -209,11 +203,33 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     )
 
 
-def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
-    """Open network and data, and say what the user may not expect of them.
+def _describe_unseen(data: DataSets) -> list[str]:
+    """A note with the classes of test images that no training image has; empty if there are none."""
+    unseen = unseen_classes(data.train, data.test)
+    if not unseen:
+        return []
+    names = ", ".join(unseen[:_NAMED])
+    if len(unseen) > _NAMED:
+        names += ", ..."
+    return [f"No training image has these classes of test images, so they cannot be learned: {names}."]
 
-    Refused are a network that is no classifier of these images or not finite, and broken test images. A child process
-    does not look at the files and says nothing: its parent did.
+
+def _describe_enlargement(size: Shape, image_size: Shape) -> list[str]:
+    """A note about images that are much smaller than what the network gets; empty if they are not."""
+    growth = max((new / old for new, old in zip(size, image_size, strict=False)), default=1.0)
+    if growth < _ENLARGED:
+        return []
+    return [
+        f"The images are about {show_shape(image_size)} and are enlarged to {show_shape(size)}: "
+        f"give --input 3x{show_shape(image_size)} to train at their size."
+    ]
+
+
+def open_checked(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
+    """Open network and data, and tell the user what may be surprising about them.
+
+    A network is refused if it does not classify these images or if its outputs are not finite; so are broken test
+    images. A child process does not look at the files and says nothing: its parent did.
     """
     job = open_job(config, typed)
     noise = torch.randn(2, *job.data.shape, generator=generator(0)).to(device_of(job.model))
@@ -260,7 +276,7 @@ def with_checked_budgets(job: Job, folder: str = "") -> Job:
         log(f"Measuring the latency of {LatencyConfig.networks} networks first, in {runtime}.")
         device = config.latency_device
         if not device and runtime is not RuntimeKind.ONNX:
-            device = str(place_of(config))
+            device = str(choose_device(config))
         settings = LatencyConfig(
             batch=config.latency_batch,
             device=device,
@@ -287,37 +303,46 @@ def with_checked_budgets(job: Job, folder: str = "") -> Job:
     return replace(job, graph=graph, reasons=reasons)
 
 
-def sample_shape(config: RunConfig, model: nn.Module, data: DataSets | None = None) -> tuple[Shape, str, Shape]:
-    """Shape of a sample; of one that is chosen here, why, and height and width of the image files, if there are any.
+@dataclass(frozen=True)
+class SampleShape:
+    """The shape of one sample, and what is said about it."""
+
+    shape: Shape
+    reason: str = ""  # why it was chosen; empty if the user or the data set it
+    image_size: Shape = ()  # height and width of the image files; empty if there are none
+
+
+def choose_shape(config: RunConfig, model: nn.Module, data: DataSets | None = None) -> SampleShape:
+    """The shape of a sample: as typed, or that of the arrays.
 
     For image files it is what the network states, the size that most of them have, or the usual one.
     """
     if config.input:
-        return shape(config.input), "", ()
+        return SampleShape(read_shape(config.input))
     if data is None:
-        return models.sample_shape(model), _OWN_SHAPE, ()
+        return SampleShape(models.sample_shape(model), _OWN_SHAPE)
     if isinstance(data.train, ArraySet):
-        return data.train.shape, "", ()
+        return SampleShape(data.train.shape)
     sizes = some_sizes(data.train)
     if not sizes:
-        return models.sample_shape(model), _OWN_SHAPE, ()
+        return SampleShape(models.sample_shape(model), _OWN_SHAPE)
+
     size, why_size = typical_size(sizes)
-    chosen = models.sample_shape(model)
-    why = _OWN_SHAPE
+    shape = models.sample_shape(model)
     if max(size) <= LARGEST and not models.of_library(config.model):
         # Colour first; a network that takes no such images may take grey ones.
         for channels in (3, 1):
             candidate = models.sample_shape(model, (channels, *size))
             if classes_of(model, torch.zeros(2, *candidate)):
-                chosen = candidate
+                shape = candidate
                 break
-    if chosen[1:] == size:
-        why = why_size
-    return chosen, why, size
+    if shape[1:] == size:
+        return SampleShape(shape, why_size, size)
+    return SampleShape(shape, _OWN_SHAPE, size)
 
 
-def place_of(config: RunConfig) -> torch.device:
-    """The device that was asked for; of several processes on a machine each has its own GPU."""
+def choose_device(config: RunConfig) -> torch.device:
+    """The device of --device, or the best one; of several processes on a machine, each has a GPU of its own."""
     name = config.device or best_device().type
     world = current()
     if name == "cuda" and world.size > 1:
@@ -350,8 +375,10 @@ def trace_job(config: RunConfig, model: nn.Module, sample: Shape) -> ChannelGrap
     return graph
 
 
-def _teacher(config: RunConfig, model: nn.Module, data: DataSets, new_head: bool, notes: list[str]) -> nn.Module | None:
-    """The network that others learn from, if it is trained already."""
+def _load_teacher(
+    config: RunConfig, model: nn.Module, data: DataSets, new_head: bool, notes: list[str]
+) -> nn.Module | None:
+    """The teacher, if it is trained already; None if there is none, or if it is chosen or trained later."""
     if config.teacher in ("", AUTO, UNPRUNED):
         return None
     if config.teacher == GIVEN:
@@ -392,15 +419,15 @@ def _is_trained(config: RunConfig, model: nn.Module, data: DataSets, graph: Chan
 # the data
 
 
-def shape(text: str) -> Shape:
-    """3x224x224 as numbers."""
+def read_shape(text: str) -> Shape:
+    """Read a shape like 3x224x224."""
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,3}", text):
         raise DmcpError(f"--input: {text!r} is not the shape of one sample; write it like 3x224x224.")
     return tuple(map(int, text.split("x")))
 
 
-def sized(data: DataSets, name: str, sample: Shape) -> DataSets:
-    """Image files are cropped to this shape; arrays have theirs."""
+def with_shape(data: DataSets, name: str, sample: Shape) -> DataSets:
+    """The data set with image files cropped to this shape; arrays cannot have another shape than their own."""
     if not isinstance(data.train, FolderSet) or not isinstance(data.test, FolderSet):
         if sample != data.shape:
             raise DataError(f"--input: leave it out, because the images of {name} are {show_shape(data.shape)}.")
@@ -438,7 +465,7 @@ def _line_of(error: Exception) -> str:
     return f"{own_frames[-1].filename}, line {own_frames[-1].lineno}"
 
 
-def _loaders(
+def _make_loaders(
     config: RunConfig,
     train: DataSet,
     held_out: DataSet | None,
@@ -446,7 +473,7 @@ def _loaders(
     data: DataSets,
     device: torch.device,
 ) -> tuple[Loaders, Loader]:
-    """The loaders of the search and of the final training, which sees what is held out, too; and the test's.
+    """The loaders of search and final training, and that of the test. The final training sees all training images.
 
     held_out: images for the alphas.
     judged: images that decide on the budget.

@@ -120,7 +120,7 @@ def _parameter(option: Option, command: str) -> inspect.Parameter:
 
 
 def _typed_as(described: Setting) -> Any:
-    """The type of the words of an option; what is no plain value is a list of texts, and read later."""
+    """The type that typer reads for an option. Anything but a plain value is read as texts, and converted later."""
     is_enum = isinstance(described.type, type) and issubclass(described.type, StrEnum)
     if is_enum or described.type in _PLAIN_TYPES:
         return described.type

@@ -11,7 +11,7 @@ from typing import Any
 
 from dmcp.budgets import limits_latency
 from dmcp.cli.config import Request, make_config
-from dmcp.cli.job import open_checked, place_of, with_checked_budgets
+from dmcp.cli.job import choose_device, open_checked, with_checked_budgets
 from dmcp.cli.output import print_json
 from dmcp.cli.processes import Command, run_side_by_side
 from dmcp.cli.session import run_folder
@@ -65,7 +65,7 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
             of_seed = ("--seeds", "1", "--seed", str(seed), option, str(run))
             commands.append(Command(run.name, (*words, *of_seed)))
     failed = run_side_by_side(
-        commands, folder, place_of(config), at_once=request.seeds, quiet=request.quiet, total=request.seeds
+        commands, folder, choose_device(config), at_once=request.seeds, quiet=request.quiet, total=request.seeds
     )
     if failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))

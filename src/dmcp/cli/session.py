@@ -104,7 +104,7 @@ def session(config: RunConfig, request: Request, check: Callable[[Job], Job] = l
             )
             listeners: list[Callable[[Event], None]] = []
             if world.first:
-                undo.enter_context(_taken(run, job, checkpointer if resumes else None))
+                undo.enter_context(_hold_folder(run, job, checkpointer if resumes else None))
                 listeners.append(run.on_event)
             if world.first and job.config.track:
                 listeners.append(undo.enter_context(_tracker(job.config, folder)).on_event)
@@ -168,8 +168,8 @@ def _tracker(config: RunConfig, folder: Path) -> Tracker:
 
 
 @contextlib.contextmanager
-def _taken(run: Run, job: Job, resume: Checkpointer | None) -> Iterator[None]:
-    """Hold the folder of a resumed run, or a new one, which is removed if the run fails before its first step."""
+def _hold_folder(run: Run, job: Job, resume: Checkpointer | None) -> Iterator[None]:
+    """Lock the folder, and begin or resume the run in it. A new run that fails before its first step is removed."""
     run.folder.mkdir(parents=True, exist_ok=True)
     with Lock(run.folder):
         if resume is None:
@@ -231,7 +231,7 @@ def _begin(run: Run, job: Job) -> None:
 
 
 def _start(run: Run, job: Job) -> dict[str, Any]:
-    """When a run begins or is resumed, after how many lines of its log, and what it runs on; nothing compares this."""
+    """Facts about this start, by its time: the lines of the log so far, versions and device. Resuming ignores them."""
     facts = {
         "log_lines": run.lines(),
         "dmcp": __version__,
@@ -250,7 +250,7 @@ def _start(run: Run, job: Job) -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str:
-    """The commit of the clone that this file is in, marked where it was changed; empty if there is none."""
+    """The commit of the clone that this file is in, marked if files were changed; empty outside a clone."""
     root = Path(__file__).parents[3]
     words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     with contextlib.suppress(OSError):  # no git
@@ -264,7 +264,7 @@ def _commit() -> str:
 
 @contextlib.contextmanager
 def handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Signals that ask the command to stop go to this handler during the block; ignored ones stay ignored."""
+    """During the block, send the signals that ask the command to stop to this handler; ignored ones stay ignored."""
     heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heard}
     try:

@@ -14,7 +14,7 @@ from torch import nn
 
 from dmcp.budgets import file_name
 from dmcp.cli.config import check_typed, read_config
-from dmcp.cli.job import build, open_job, place_of, sample_shape, sized, trace_job
+from dmcp.cli.job import build, choose_device, choose_shape, open_job, trace_job, with_shape
 from dmcp.cli.output import (
     cost_facts,
     describe_costs,
@@ -64,7 +64,7 @@ _ROUNDING = 0.001  # by which accuracy may differ on another device
 def inspect(config: RunConfig, as_json: bool) -> None:
     """Run `dmcp inspect`: print what the network costs, and which of its channels can be pruned."""
     net = build(config, None)
-    shape, *_ = sample_shape(config, net)
+    shape = choose_shape(config, net).shape
     graph = trace_job(config, net, shape)
     if as_json:
         print_json({"model": config.model} | graph.to_json())
@@ -97,9 +97,9 @@ def latency(
         loaded = load_data(config.data)
         classes = loaded.classes
     net = build(config, classes)
-    shape, *_ = sample_shape(config, net, loaded)
+    shape = choose_shape(config, net, loaded).shape
     if loaded is not None:
-        sized(loaded, config.data, shape)  # refuses a shape that the images cannot have
+        with_shape(loaded, config.data, shape)  # refuses a shape that the images cannot have
 
     graph = trace_job(config, net, shape)
     example = torch.randn(1, *shape, generator=generator(0))
@@ -115,7 +115,7 @@ def latency(
     if read:
         measured = read_latency(read, net, example, graph, settings)
     else:
-        measured = measure_latency(net.to(place_of(config)), example, graph, settings)
+        measured = measure_latency(net.to(choose_device(config)), example, graph, settings)
     if out:
         measured.save(out)
     if as_json:

@@ -55,7 +55,9 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
     model.load_state_dict(fitting, strict=False)
     for layer in layers:
         stored_classes = len(stored[other_shape[0]])
-        notes.append(f"{layer} is for {stored_classes} classes, but the data have {classes}: it is initialized again.")
+        notes.append(
+            f"{layer} is for {stored_classes} classes, but the data have {classes}: it gets new random weights."
+        )
     return bool(other_shape)
 
 

@@ -114,10 +114,10 @@ def split_files(files: FolderSet) -> tuple[FolderSet, FolderSet]:
         count = max(1, round(_TEST_SHARE * len(of_label)))
         if len(of_label) > 1:  # a single image is for training
             is_test[of_label[:count]] = True
-    return _taken(files, ~is_test, "train"), _taken(files, is_test, "val")
+    return _subset_as(files, ~is_test, "train"), _subset_as(files, is_test, "val")
 
 
-def _taken(files: FolderSet, chosen: Tensor, part: str) -> FolderSet:
+def _subset_as(files: FolderSet, chosen: Tensor, part: str) -> FolderSet:
     """Take some of the files as a part of its own."""
     name = f"{files.part} {part}".strip()
     return replace(files.subset(chosen.nonzero().flatten()), whole=(), part=name)

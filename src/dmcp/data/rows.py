@@ -77,7 +77,7 @@ def open_rows(data: Any, name: str) -> RowSet:
     labels = data[label] if hasattr(data, "column_names") else [data[index][label] for index in range(len(data))]
     labels = list(labels)
     if not all(isinstance(number, int) and number >= 0 for number in labels):
-        raise DataError(f"The column {label!r} of {name} must hold class numbers from 0, of every row.")
+        raise DataError(f"The column {label!r} of {name} must hold a class number, counted from 0, in every row.")
     classes = getattr(data.features[label], "num_classes", None) or max(labels) + 1
     paths = tuple(f"row {index}" for index in range(len(data)))
     numbers = torch.tensor(labels, dtype=torch.int64)
@@ -87,10 +87,10 @@ def open_rows(data: Any, name: str) -> RowSet:
 def _find_column(features: Mapping[str, Any], kind: str, names: tuple[str, ...], argument: str) -> str:
     """The only column of this type, or else one with a usual name."""
     of_kind = [name for name, feature in features.items() if type(feature).__name__ == kind]
-    usual = [name for name in names if name in features]
-    candidates = of_kind or usual
+    with_usual_name = [name for name in names if name in features]
+    candidates = of_kind or with_usual_name
     if len(of_kind) > 1:
-        candidates = [name for name in usual if name in of_kind]
+        candidates = [name for name in with_usual_name if name in of_kind]
     if not candidates:
         raise DataError(
             f"The data set passed as {argument} needs one column with images ({', '.join(_IMAGE_NAMES)}) and one with "

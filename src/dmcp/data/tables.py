@@ -59,9 +59,9 @@ def read_table(path: Path, size: Size) -> list[FolderSet]:
         return [files("", rows)]
     test_words = sorted(words - set(_TRAINING))
     if len(test_words) != 1 or len(words) == 1:
-        found = ", ".join(sorted(words))
         raise DataError(
-            f"{path}: the column split must have train and one word for the test, such as val, not {found}."
+            f"{path}: the column split must contain train and one word for the test images, such as val, "
+            f"not {', '.join(sorted(words))}."
         )
     training = [row for row in rows if row.split in _TRAINING]
     test = [row for row in rows if row.split in _TEST]
@@ -75,7 +75,7 @@ def _read_rows(path: Path) -> list[_Row]:
     except FileError as error:
         raise DataError(str(error)) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a text in UTF-8: save it as CSV UTF-8.") from error
+        raise DataError(f"{path}: this is not UTF-8 text: save it as CSV UTF-8.") from error
 
     reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
     rows: list[_Row] = []
@@ -96,11 +96,11 @@ def _read_rows(path: Path) -> list[_Row]:
 def _find_columns(path: Path, titles: Sequence[str]) -> tuple[str, str, str]:
     """The titles of the columns with path, label and split; that of the split is empty if there is none."""
     by_name = {title.strip().lower(): title for title in titles if title}
-    found = []
+    columns: list[str] = []
     for names in (_IMAGE, _LABEL, _SPLIT):
         present = [by_name[name] for name in names if name in by_name]
-        found.append(present[0] if present else "")
-    image, label, split = found
+        columns.append(present[0] if present else "")
+    image, label, split = columns
     if not image or not label:
         raise DataError(f"{path}, line 1: must name the columns image and label, and perhaps split (train or val).")
     return image, label, split
@@ -116,7 +116,7 @@ def _describe_problem(row: _Row, cells: Mapping[str, object], columns: Sequence[
     if split and row.split not in (*_TRAINING, *_TEST):
         return f"{split} must be train or val, not {row.split!r}"
     if not row.path.lower().endswith(ENDINGS):
-        return f"{row.path} has not the name of an image ({', '.join(ENDINGS)})"
+        return f"{row.path} does not end like the name of an image file ({', '.join(ENDINGS)})"
     try:
         plain_file_size(row.path)
     except FileError as error:

@@ -105,11 +105,10 @@ class Latency:
     def multiple_of(self, space: ChannelSpace) -> int:
         """Multiple of channels for a wide layer: as measured, or what is usual for the device."""
         padded = [step.block for step in self.steps if step.padded]
+        default = ChannelSpace.multiple
         if self.place == "cuda":
-            usual = _IN_STREAMS if len(space.writers) > 1 else _ON_GPUS
-        else:
-            usual = ChannelSpace.multiple
-        return max([usual, self.block, *padded])
+            default = _IN_STREAMS if len(space.writers) > 1 else _ON_GPUS
+        return max([default, self.block, *padded])
 
     @functools.cached_property
     def block(self) -> int:
@@ -137,14 +136,20 @@ class Latency:
         slow = [step for step in self.steps if not step.padded]
         if not slow:
             return 1
+        step = slow[0]
+
+        # The terms of this step. Variables are numbered: all spaces for the width itself, then for each step.
         count = len(self.spaces)
-        number = 1 + self.steps.index(slow[0])
-        terms = {key: fs for key, fs in self.terms.items() if any(variable // count == number for variable in key)}
-        shares: list[float] = []
-        for network in self.networks:
-            lost_ms = Fit(terms, self.steps).ms(network.widths)
-            shares.append(lost_ms / self._fit.ms(network.widths))
-        return slow[0].block if median(shares) > _MATTERS else 1
+        number = 1 + self.steps.index(step)
+        terms = {}
+        for term, factors in self.terms.items():
+            if any(variable // count == number for variable in term):
+                terms[term] = factors
+
+        # The share of the time that is lost at widths that are no multiple.
+        lost = Fit(terms, self.steps)
+        shares = [lost.ms(network.widths) / self._fit.ms(network.widths) for network in self.networks]
+        return step.block if median(shares) > _MATTERS else 1
 
     @property
     def multiples(self) -> str:

@@ -203,11 +203,11 @@ def time_files(paths: Sequence[Path], example: Any) -> list[float]:
 def time_in_turns(
     calls: Sequence[Callable[[], object]], device: torch.device = _CPU, threads: int = 1, rounds: int = _MAX_ROUNDS
 ) -> list[float]:
-    """Return the milliseconds that each call usually takes: its fast passes, times one factor for all calls.
+    """Return the typical milliseconds of each call: those of its fast passes, times one factor for all calls.
 
     The calls take turns, so that a machine that is slow for a while is slow for all of them. Fast passes are hardly
-    disturbed; the factor is how much longer than a fast pass a usual one takes. On a GPU a pass is several calls in a
-    row.
+    disturbed by other programs. The factor is how much longer a typical pass takes than a fast one. On a GPU, a pass
+    is several calls in a row.
     """
     now = _clock(device, threads)
     times: list[list[float]] = [[] for _ in calls]
@@ -240,9 +240,9 @@ def time_in_turns(
 
 
 def _clock(device: torch.device, threads: int) -> Callable[[], float]:
-    """Return a clock: that of this thread if it does all of the work, since it stops while others have the processor.
+    """Return a clock: that of this thread if it does all of the work, else a wall clock.
 
-    The thread's clock is coarse on some systems.
+    The clock of a thread stops while other programs use the processor, but on some systems it is coarse.
     """
     is_fine = time.get_clock_info("thread_time").resolution <= _RESOLUTION
     if device.type == "cpu" and threads == 1 and is_fine:
@@ -252,7 +252,7 @@ def _clock(device: torch.device, threads: int) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads meanwhile."""
+    """Let torch use this number of threads during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -262,6 +262,6 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was asked for."""
+    """Wait until the device has finished all work that was queued on it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -34,14 +34,14 @@ class Loader(Protocol):
 
 
 def input_of(batch: Any) -> Any:
-    """What the model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
+    """The input of the model: a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(batch, Tensor):
         return batch
     return _part(batch, 0, "input", "pixel_values")
 
 
 def labels_of(batch: Any) -> Tensor:
-    """What the classification loss and accuracy compare with."""
+    """The labels, which the classification loss and the accuracy use."""
     labels = None if isinstance(batch, Tensor) else _part(batch, 1, "label", "labels")
     if not isinstance(labels, Tensor):
         raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")

@@ -205,7 +205,7 @@ def first_samples(batches: Iterable[Any] | None, device: torch.device) -> list[A
 
 
 def has_samples(samples: Sequence[Any]) -> bool:
-    """Whether any rank has some: its channels are then scored together with those of ranks that have none."""
+    """Whether any rank has samples: if one has, all ranks compute scores together, also those without samples."""
     return any(gather(bool(samples), current()))
 
 

@@ -311,7 +311,7 @@ def _last_uses(recording: Recording, owners: Mapping[int, int]) -> dict[int, int
 
 def _owners(recording: Recording) -> tuple[dict[int, int], set[int]]:
     """The value in whose memory each activation lies (often itself), and the activations that fill that memory."""
-    from_weights = recording.own
+    from_weights = recording.from_weights
     owners: dict[int, int] = {}
     for value in (*recording.inputs, *recording.constants):
         if value not in from_weights:

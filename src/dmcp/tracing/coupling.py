@@ -52,6 +52,15 @@ class Contraction:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The values that scale and shift the channels of a dim; None where the norm has none."""
+
+    weight: int | None
+    bias: int | None
+    over: Layout
+
+
+@dataclass(frozen=True)
 class OpCost:
     """Multiply-adds of one op: a coefficient times a product of dims."""
 
@@ -79,13 +88,13 @@ class Pass:
     recording: Recording
     layouts: dict[int, Dims] = field(default_factory=dict)
     contractions: dict[int, list[Contraction]] = field(default_factory=dict)  # by op number
-    norms: dict[int, tuple[int | None, int | None, Layout]] = field(default_factory=dict)  # scale and shift of a dim
+    norms: dict[int, Norm] = field(default_factory=dict)  # by op number
     costs: list[OpCost] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
-    literals: dict[int, list[Literal]] = field(default_factory=dict)
+    literals: dict[int, list[Literal]] = field(default_factory=dict)  # by op number
     attributes: dict[tuple[str, str], Dims] = field(default_factory=dict)  # (module path, attribute) -> what it counts
     written: list[Layout] = field(default_factory=list)  # output channels of layers
-    mixed: list[tuple[Layout, str]] = field(default_factory=list)  # gated is not cut here, and why
+    mixed: list[tuple[Layout, str]] = field(default_factory=list)  # dims where gating is not cutting, and why
     unknown: list[Op] = field(default_factory=list)
 
     def values(self, op: Op) -> list[Layout]:
@@ -97,21 +106,24 @@ class Call:
     """One op with the layouts of its arguments, as a rule sees it: call["weight"] is an argument by its schema name."""
 
     def __init__(self, channels: Channels, within: Pass, number: int) -> None:
-        self.channels, self.facts, self.number = channels, within, number
-        recording = within.recording
-        self.op = recording.ops[number]
+        self.channels = channels
+        self.facts = within
+        self.number = number
+        self.op = within.recording.ops[number]
         self.path = self.op.path
         self.flow = Flow.LOSES
-        self.out_shapes = [() if value is None else recording.shapes[value] for value in self.op.outs]
+        shapes = within.recording.shapes
+        self.out_shapes = [() if value is None else shapes[value] for value in self.op.outs]
 
-        def operand(leaf: Any) -> Any:
-            if not isinstance(leaf, Ref):
-                return leaf
-            value = leaf.value
-            return Operand(value, within.layouts[value], recording.shapes[value], recording.dtypes[value])
+        def with_layouts(leaf: Any) -> Any:
+            return self._operand(leaf.value) if isinstance(leaf, Ref) else leaf
 
-        self.arguments = {name: map_leaves(operand, leaf) for name, leaf in self.op.arguments().items()}
-        self.operands: list[Operand] = [operand(Ref(value)) for value in self.op.inputs()]
+        self.arguments = {name: map_leaves(with_layouts, value) for name, value in self.op.arguments().items()}
+        self.operands = [self._operand(value) for value in self.op.inputs()]
+
+    def _operand(self, value: int) -> Operand:
+        recording = self.facts.recording
+        return Operand(value, self.facts.layouts[value], recording.shapes[value], recording.dtypes[value])
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
@@ -156,9 +168,10 @@ class Call:
         rank = max((len(dims) for dims in operands), default=0)
         out: list[Layout] = []
         for back in range(rank, 0, -1):
-            wide = [dims[-back] for dims in operands if len(dims) >= back and self.channels.size(dims[-back]) != 1]
-            for other in wide[1:]:
-                self.channels.join(wide[0], other)
+            layouts = [dims[-back] for dims in operands if len(dims) >= back]
+            wide = [layout for layout in layouts if self.channels.size(layout) != 1]
+            for layout in wide[1:]:
+                self.channels.join(wide[0], layout)
             out.append(wide[0] if wide else fixed(1))
         return tuple(out)
 
@@ -173,9 +186,8 @@ class Call:
     ) -> None:
         """State that a dim is summed away."""
         self.flow = Flow.CONTRACTS
-        factor, added = (it.value if isinstance(it, Operand) else None for it in (weight, bias))
-        found = Contraction(self.path, data.value, factor, weight_dim, over, added, out_dim)
-        self.facts.contractions.setdefault(self.number, []).append(found)
+        contraction = Contraction(self.path, data.value, _value_of(weight), weight_dim, over, _value_of(bias), out_dim)
+        self.facts.contractions.setdefault(self.number, []).append(contraction)
 
     def costs(self, kind: str, coefficient: int, *dims: Layout) -> None:
         """State what the op costs: coefficient times the product of the dims."""
@@ -185,10 +197,10 @@ class Call:
 
     def follows(self, argument: str, layouts: Iterable[Layout], from_end: bool = False) -> None:
         """State that an argument's numbers are the sizes of these dims, or minus them if counted from the end."""
-        single = not isinstance(self[argument], (list, tuple))
-        self.facts.literals.setdefault(self.number, []).extend(
-            Literal(argument, None if single else position, layout, from_end) for position, layout in enumerate(layouts)
-        )
+        is_list = isinstance(self[argument], (list, tuple))
+        literals = self.facts.literals.setdefault(self.number, [])
+        for position, layout in enumerate(layouts):
+            literals.append(Literal(argument, position if is_list else None, layout, from_end))
 
     def describes(self, **attributes: Dims) -> None:
         """State what attributes of the calling module count, if it has attributes of these names."""
@@ -202,8 +214,12 @@ class Call:
     def normalizes(self, over: Layout) -> None:
         """State that the op's weight and bias scale and shift the channels of a dim."""
         self.flow = Flow.NORMALIZES
-        weight, bias = (it.value if isinstance(it, Operand) else None for it in (self["weight"], self["bias"]))
-        self.facts.norms[self.number] = weight, bias, over
+        self.facts.norms[self.number] = Norm(_value_of(self["weight"]), _value_of(self["bias"]), over)
+
+
+def _value_of(operand: Operand | None) -> int | None:
+    """The value of an optional operand."""
+    return operand.value if isinstance(operand, Operand) else None
 
 
 Rule = Callable[[Call], list[Dims]]
@@ -219,11 +235,11 @@ class Coupling:
 
     def atoms(self, names: Iterable[str]) -> list[Atom]:
         """The atoms that can be narrowed in these tensors, in order, each once."""
-        found: dict[Atom, None] = {}
+        atoms: dict[Atom, None] = {}
         for name in names:
             for layout in self.tensors.get(name, ()):
-                found.update(dict.fromkeys(self.channels.atoms(layout)))
-        return list(found)
+                atoms.update(dict.fromkeys(self.channels.atoms(layout)))
+        return list(atoms)
 
     def layouts(self) -> set[Layout]:
         """Those of all values."""
@@ -236,8 +252,13 @@ class Coupling:
     def layers(self) -> Iterator[tuple[str, Layout, Layout]]:
         """Every sum with a weight of the model's own, or computed from one: its name, what it writes and sums over."""
         for within in self.passes:
-            own, tensors = within.recording.own, within.recording.tensors
-            for item in itertools.chain(*within.contractions.values()):
-                if item.weight is not None and own.get(item.weight):
-                    name = tensors.get(item.weight, item.path or "the model").removesuffix(".weight")
-                    yield name, () if item.out_dim is None else within.layouts[item.weight][item.out_dim], item.over
+            recording = within.recording
+            for contraction in itertools.chain(*within.contractions.values()):
+                weight = contraction.weight
+                if weight is None or not recording.from_weights.get(weight):
+                    continue
+                name = recording.tensors.get(weight, contraction.path or "the model").removesuffix(".weight")
+                written: Layout = ()
+                if contraction.out_dim is not None:
+                    written = within.layouts[weight][contraction.out_dim]
+                yield name, written, contraction.over

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dmcp.tracing.coupling import Contraction, Coupling, Flow, Pass
-from dmcp.tracing.layout import Atom
+from dmcp.tracing.layout import Atom, Layout
 from dmcp.tracing.modules import map_leaves
 from dmcp.tracing.record import Op, Ref
 
@@ -24,6 +24,8 @@ _MAX_OPERANDS = 4
 def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold], list[Fold], dict[Atom, str]]:
     """Where the gates of every atom go: folds for hard and soft gates, and atoms for which none are exact, and why."""
     flows = [_Zeros(coupling, within) for within in coupling.passes]
+
+    # The weights that read an atom take its gates.
     readers: dict[Fold, None] = {}
     unread: set[Atom] = set()  # summed without a weight of the model's own
     sure = True
@@ -31,21 +33,29 @@ def plan_folds(coupling: Coupling, parameters: Iterable[str]) -> tuple[list[Fold
         for contraction, atom in flow.sums():
             folds = flow.reader(contraction, atom)
             readers.update(dict.fromkeys(folds))
-            sure &= bool(folds) and contraction.weight in flow.recording.tensors
             if not folds:
                 unread.add(atom)
-    everywhere = [
-        (name, dim)
-        for name in parameters
-        for dim, layout in enumerate(coupling.tensors.get(name, ()))
-        if unread and not unread.isdisjoint(coupling.channels.atoms(layout)) and name not in flows[0].written
-    ]
+            if not folds or contraction.weight not in flow.recording.tensors:
+                sure = False
+
+    # What no weight reads is gated in every parameter.
+    everywhere: list[Fold] = []
+    if unread:
+        for name in parameters:
+            if name in flows[0].written:
+                continue
+            for dim, layout in enumerate(coupling.tensors.get(name, ())):
+                if not unread.isdisjoint(coupling.channels.atoms(layout)):
+                    everywhere.append((name, dim))
     hard = dict.fromkeys([*readers, *everywhere])
+
     stuck: dict[Atom, str] = {}
     if not sure:  # the zeros must survive what lies between a parameter and the sum
         for flow in flows:
             for contraction, atom in flow.follow(set(hard)):
                 stuck[atom] = f"no weight reads it that could be gated (at {contraction.path or 'the top'})"
+
+    # Soft gates go into norms, and into readers only where the norms do not reach.
     soft = dict.fromkeys([fold for flow in flows for fold in flow.norms()])
     soft |= dict.fromkeys(fold for fold in everywhere if fold not in readers)
     for flow in flows:
@@ -58,59 +68,84 @@ def _real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(tensor.isfinite().all() for tensor in tensors)
+
+
 class _Zeros:
     """Follows exact zeros through one recording."""
 
     def __init__(self, coupling: Coupling, within: Pass) -> None:
-        self.coupling, self.facts, self.recording = coupling, within, within.recording
-        atoms = functools.cache(lambda layout: frozenset(coupling.channels.atoms(layout)))
-        self.by_dim: dict[int, list[frozenset[Atom]]] = {
-            value: [atoms(layout) for layout in dims] for value, dims in within.layouts.items()
-        }
-        self.atoms = {value: frozenset[Atom]().union(*dims) for value, dims in self.by_dim.items()}
-        self.written = {name for it in coupling.passes for name in it.recording.written}
+        self.coupling = coupling
+        self.facts = within
+        self.recording = within.recording
+
+        @functools.cache
+        def atoms_of(layout: Layout) -> frozenset[Atom]:
+            return frozenset(coupling.channels.atoms(layout))
+
+        self.by_dim: dict[int, list[frozenset[Atom]]] = {}  # the atoms in each dim of a value
+        self.atoms: dict[int, frozenset[Atom]] = {}  # those in all its dims
+        for value, dims in within.layouts.items():
+            self.by_dim[value] = [atoms_of(layout) for layout in dims]
+            self.atoms[value] = frozenset[Atom]().union(*self.by_dim[value])
+        self.written = set[str]().union(*(each.recording.written for each in coupling.passes))
         self.folds: set[Fold] = set()
-        self.zero: dict[int, frozenset[Atom]] = {}
+        self.zero: dict[int, frozenset[Atom]] = {}  # the atoms where a value is zero while they are off
+        self.wild: dict[int, frozenset[Atom]] = {}  # those where it is NaN or infinite: 1 / 0, log 0
         self.family: dict[int, set[int]] = {}  # values that share memory: views of one another
         self._tried: dict[object, bool] = {}
 
     def sums(self) -> Iterable[tuple[Contraction, Atom]]:
         """Every sum over an atom."""
         for contraction in itertools.chain(*self.facts.contractions.values()):
-            yield from ((contraction, atom) for atom in self.coupling.channels.atoms(contraction.over))
+            for atom in self.coupling.channels.atoms(contraction.over):
+                yield contraction, atom
 
     def norms(self) -> Iterable[Fold]:
         """Scale and shift of every norm whose both are tensors of the model."""
-        for weight, bias, over in self.facts.norms.values():
-            names = [self.recording.tensors.get(value) for value in (weight, bias) if value is not None]
-            if weight is not None and None not in names and self.coupling.channels.atoms(over):
-                yield from ((name, 0) for name in names if name is not None)
+        tensors = self.recording.tensors
+        for norm in self.facts.norms.values():
+            parameters = [value for value in (norm.weight, norm.bias) if value is not None]
+            are_tensors = norm.weight is not None and all(value in tensors for value in parameters)
+            if are_tensors and self.coupling.channels.atoms(norm.over):
+                for value in parameters:
+                    yield tensors[value], 0
 
     def reader(self, contraction: Contraction, atom: Atom) -> list[Fold]:
         """Dims of the model's own tensors that are the weight of a sum, or from which the model computes it."""
-        name = None if contraction.weight is None else self.recording.tensors.get(contraction.weight)
+        name = self._name_of(contraction.weight)
         if name is not None and name not in self.written:
             return [(name, contraction.weight_dim)]
         for value in (contraction.weight, contraction.data):
-            sources = sorted(self.recording.own.get(value, ())) if value is not None else []
+            if value is None:
+                continue
+            sources = sorted(self.recording.from_weights.get(value, ()))
             if sources:
-                return [
-                    (name, dim)
-                    for source in sources
-                    if (name := self.recording.tensors[source]) not in self.written
-                    for dim, atoms in enumerate(self.by_dim[source])
-                    if atom in atoms
-                ]
+                return self._dims_with(atom, sources)
         return []
+
+    def _dims_with(self, atom: Atom, values: Iterable[int]) -> list[Fold]:
+        """The dims of these tensors that have the atom; tensors that the pass writes into cannot be folded."""
+        folds: list[Fold] = []
+        for value in values:
+            name = self.recording.tensors[value]
+            if name not in self.written:
+                folds += [(name, dim) for dim, atoms in enumerate(self.by_dim[value]) if atom in atoms]
+        return folds
+
+    def _name_of(self, value: int | None) -> str | None:
+        """The name of a value that is a tensor of the model."""
+        return None if value is None else self.recording.tensors.get(value)
 
     def follow(self, folds: set[Fold]) -> list[tuple[Contraction, Atom]]:
         """With these folds, which sums over an atom have no factor that is zero where it is off?"""
         self.folds = folds
         self.zero = {}
-        self.wild: dict[int, frozenset[Atom]] = {}  # NaN or infinite where these are off: 1 / 0, log 0
-        for value, name in self.recording.tensors.items():  # atoms whose every dim is folded
-            bare = (atoms for dim, atoms in enumerate(self.by_dim[value]) if (name, dim) not in folds)
-            self.zero[value] = self.atoms[value].difference(*bare)
+        self.wild = {}
+        for value, name in self.recording.tensors.items():  # zero are atoms whose every dim is folded
+            not_folded = [atoms for dim, atoms in enumerate(self.by_dim[value]) if (name, dim) not in folds]
+            self.zero[value] = self.atoms[value].difference(*not_folded)
         open_sums: list[tuple[Contraction, Atom]] = []
         for number, op in enumerate(self.recording.ops):
             for contraction in self.facts.contractions.get(number, ()):
@@ -119,10 +154,11 @@ class _Zeros:
             for out in op.outs:
                 if out is not None and self.atoms[out]:
                     self.wild[out] = frozenset(atom for atom in self.atoms[out] if self._explodes(number, op, atom))
-                    self._set(op, out, frozenset(self._out(number, op, out)) - self.wild[out])
+                    zero = frozenset(atom for atom in self.atoms[out] if self._comes_out_zero(number, out, atom))
+                    self._note_zero(op, out, zero - self.wild[out])
         return open_sums
 
-    def _set(self, op: Op, value: int, zero: frozenset[Atom]) -> None:
+    def _note_zero(self, op: Op, value: int, zero: frozenset[Atom]) -> None:
         """In place, zeros are only ever lost, for all views of the memory: they may have been read before."""
         inputs = op.inputs()
         if value in inputs:
@@ -130,7 +166,8 @@ class _Zeros:
                 self.zero[member] = self.zero.get(member, frozenset()) & zero
             return
         # An atom in two dims of one value would need a zero for each of them.
-        self.zero[value] = frozenset(it for it in zero if sum(it in atoms for atoms in self.by_dim[value]) == 1)
+        dims = self.by_dim[value]
+        self.zero[value] = frozenset(atom for atom in zero if sum(atom in atoms for atoms in dims) == 1)
         if inputs and op.func._schema.arguments[0].alias_info is not None:  # a view
             family = self.family.setdefault(inputs[0], {inputs[0]})
             family.add(value)
@@ -147,41 +184,49 @@ class _Zeros:
         zeros = [self._zero_at(value, atom) for value in inputs]
         if self.facts.flows[number] is not Flow.POINTWISE or not any(zeros):
             return False
-        usual = self._try(op, iter([0.7] * len(zeros)))
-        off = self._try(op, iter([0.0 if zero else 0.7 for zero in zeros]))
-        return all(it.isfinite().all() for it in usual) and not all(it.isfinite().all() for it in off)
+        with_channel = self._try(op, iter([0.7] * len(zeros)))
+        without_channel = self._try(op, iter([0.0 if zero else 0.7 for zero in zeros]))
+        return _are_finite(with_channel) and not _are_finite(without_channel)
 
     def _has_zero_factor(self, contraction: Contraction, atom: Atom) -> bool:
-        if any(atom in self.wild.get(it, ()) for it in (contraction.data, contraction.weight) if it is not None):
+        factors = [value for value in (contraction.data, contraction.weight) if value is not None]
+        if any(atom in self.wild.get(value, ()) for value in factors):
             return False
-        name = self.recording.tensors.get(contraction.weight) if contraction.weight is not None else None
-        folded = (name, contraction.weight_dim) in self.folds
-        return folded or self._zero_at(contraction.data, atom) or self._zero_at(contraction.weight, atom)
+        is_folded = (self._name_of(contraction.weight), contraction.weight_dim) in self.folds
+        return is_folded or any(self._zero_at(value, atom) for value in factors)
 
-    def _out(self, number: int, op: Op, value: int) -> Iterable[Atom]:
-        flow, inputs, dtypes = self.facts.flows[number], op.inputs(), self.recording.dtypes
-        for atom in self.atoms[value]:
-            carriers = [source for source in inputs if atom in self.atoms[source]]
-            if flow is Flow.KEEPS and not _real(dtypes[value]):
-                carriers = [source for source in carriers if not _real(dtypes[source])]  # the others have no zeros here
-            zeros = [self._zero_at(source, atom) for source in carriers]
-            if (
-                (flow in (Flow.KEEPS, Flow.PADS) and all(zeros) and (carriers or flow is Flow.PADS))
-                or (flow is Flow.POINTWISE and any(zeros) and self._stays_zero(op, atom))
-                or (flow is Flow.CONTRACTS and self._passes(number, atom))
-                or (flow is Flow.NORMALIZES and self._shifts_nothing(number, atom))
-            ):
-                yield atom
+    def _comes_out_zero(self, number: int, out: int, atom: Atom) -> bool:
+        """Whether an output of an op is zero where this atom is off."""
+        op = self.recording.ops[number]
+        flow = self.facts.flows[number]
+        if flow is Flow.CONTRACTS:
+            return self._passes(number, atom)
+        if flow is Flow.NORMALIZES:
+            return self._shifts_nothing(number, atom)
+
+        dtypes = self.recording.dtypes
+        carriers = [value for value in op.inputs() if atom in self.atoms[value]]
+        if flow is Flow.KEEPS and not _real(dtypes[out]):
+            carriers = [value for value in carriers if not _real(dtypes[value])]  # the others have no zeros here
+        zeros = [self._zero_at(value, atom) for value in carriers]
+        if flow is Flow.KEEPS:
+            return bool(carriers) and all(zeros)
+        if flow is Flow.PADS:
+            return all(zeros)
+        if flow is Flow.POINTWISE:
+            return any(zeros) and self._stays_zero(op, atom)
+        return False
 
     def _stays_zero(self, op: Op, atom: Atom) -> bool:
         """Try f: zero where an operand is known to be zero, anything elsewhere, in all combinations."""
         zeros = tuple(self._zero_at(value, atom) for value in op.inputs())
+        if len(zeros) > _MAX_OPERANDS:
+            return False
         key = (id(op), zeros)
         if key not in self._tried:
             choices = [(0.0,) if zero else _ANYTHING for zero in zeros]
-            self._tried[key] = len(zeros) <= _MAX_OPERANDS and all(
-                self._is_zero(op, iter(numbers)) for numbers in itertools.product(*choices)
-            )
+            combinations = itertools.product(*choices)
+            self._tried[key] = all(self._is_zero(op, iter(numbers)) for numbers in combinations)
         return self._tried[key]
 
     def _is_zero(self, op: Op, numbers: Iterator[float]) -> bool:
@@ -196,15 +241,20 @@ class _Zeros:
             if not isinstance(leaf, Ref):
                 return leaf
             dtype = self.recording.dtypes[leaf.value]
+            is_real = _real(dtype)
             number = next(numbers)
-            starts.append(torch.tensor([number if _real(dtype) else round(4 * number)]).to(dtype))
-            return starts[-1].requires_grad_(_real(dtype)).clone()
+            start = torch.tensor([number if is_real else round(4 * number)]).to(dtype).requires_grad_(is_real)
+            starts.append(start)
+            return start.clone()
 
         with contextlib.suppress(Exception), torch.enable_grad():
             out = op.func(*map_leaves(sample, op.args), **map_leaves(sample, dict(op.kwargs)))
-            starts = [start for start in starts if start.requires_grad]
-            slopes = torch.autograd.grad(out.abs().sum(), starts, allow_unused=True) if out.requires_grad else ()
-            return [out.detach(), *(slope for slope in slopes if slope is not None)]
+            results = [out.detach()]
+            if out.requires_grad:
+                real_starts = [start for start in starts if start.requires_grad]
+                slopes = torch.autograd.grad(out.abs().sum(), real_starts, allow_unused=True)
+                results += [slope for slope in slopes if slope is not None]
+            return results
         return []
 
     def _passes(self, number: int, atom: Atom) -> bool:
@@ -216,13 +266,14 @@ class _Zeros:
         if last.bias is not None and not self._zero_at(last.bias, atom):
             return False
         if last.weight is not None and last.out_dim is not None:
-            name, written = self.recording.tensors.get(last.weight), self.by_dim[last.weight][last.out_dim]
-            if (name, last.out_dim) in self.folds and atom in written:
+            is_folded = (self._name_of(last.weight), last.out_dim) in self.folds
+            if is_folded and atom in self.by_dim[last.weight][last.out_dim]:
                 return True
         summed = any(atom in self.coupling.channels.atoms(item.over) for item in contractions)
         return self._zero_at(last.weight, atom) or (not summed and self._zero_at(last.data, atom))
 
     def _shifts_nothing(self, number: int, atom: Atom) -> bool:
-        weight, bias, over = self.facts.norms[number]
-        inside = atom in self.coupling.channels.atoms(over)
-        return inside and self._zero_at(weight, atom) and (bias is None or self._zero_at(bias, atom))
+        norm = self.facts.norms[number]
+        inside = atom in self.coupling.channels.atoms(norm.over)
+        has_no_shift = norm.bias is None or self._zero_at(norm.bias, atom)
+        return inside and self._zero_at(norm.weight, atom) and has_no_shift

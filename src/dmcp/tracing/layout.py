@@ -42,12 +42,18 @@ def tidy(segments: Sequence[Segment]) -> Layout:
                 axes[-1] *= axis
             elif axis != 1:
                 axes.append(axis)
-        new, last = tuple(axes) or (1,), tidied[-1] if tidied else ()
-        if len(new) == len(last) == 1 and isinstance(new[0], int) and isinstance(last[0], int):
-            tidied[-1] = (last[0] + new[0],)
-        else:
-            tidied.append(new)
+        tidied.append(tuple(axes) or (1,))
+        if len(tidied) > 1:
+            last, new = map(_fixed_size, tidied[-2:])
+            if last is not None and new is not None:
+                tidied[-2:] = [(last + new,)]
     return tuple(tidied)
+
+
+def _fixed_size(segment: Segment) -> int | None:
+    """The size of a segment that is a single number; None of any other."""
+    axis = segment[0]
+    return axis if len(segment) == 1 and isinstance(axis, int) else None
 
 
 # -- reading resolved layouts
@@ -60,15 +66,21 @@ def atoms_of(layout: Layout) -> list[Atom]:
 
 def monomials(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
     """The dim's size as a polynomial: a coefficient and the atoms it multiplies, per segment."""
-    return [
-        (math.prod(it for it in segment if isinstance(it, int)), tuple(it.index for it in atoms_of((segment,))))
-        for segment in layout
-    ]
+    terms: list[tuple[int, tuple[int, ...]]] = []
+    for segment in layout:
+        coefficient = math.prod(axis for axis in segment if isinstance(axis, int))
+        atoms = tuple(atom.index for atom in atoms_of((segment,)))
+        terms.append((coefficient, atoms))
+    return terms
 
 
 def in_spaces(layout: Layout, numbers: Mapping[int, int]) -> Layout:
     """A resolved layout with atoms renamed to space numbers."""
-    return tuple(tuple(it if isinstance(it, int) else Atom(numbers[it.index]) for it in segment) for segment in layout)
+
+    def renamed(axis: Axis) -> Axis:
+        return axis if isinstance(axis, int) else Atom(numbers[axis.index])
+
+    return tuple(tuple(map(renamed, segment)) for segment in layout)
 
 
 @dataclass
@@ -121,7 +133,7 @@ class Channels:
         return sum(self.segment_size(segment) for segment in layout)
 
     def fix(self, layout: Layout, reason: str) -> int:
-        """Make every atom of the dim unprunable; how many were not so before."""
+        """Make every atom of the dim unprunable; returns how many were not so before."""
         atoms = self.atoms(layout)
         for atom in atoms:
             self._nodes[atom.index].reason = reason
@@ -175,8 +187,8 @@ class Channels:
         for segment in self.resolve(layout):
             index = torch.zeros(1, dtype=torch.int64)
             for axis in segment:
-                own = torch.arange(axis) if isinstance(axis, int) else kept[axis.index]
-                index = (index[:, None] * self.axis_size(axis) + own[None, :]).flatten()
+                kept_here = torch.arange(axis) if isinstance(axis, int) else kept[axis.index]
+                index = (index[:, None] * self.axis_size(axis) + kept_here[None, :]).flatten()
             pieces.append(index + offset)
             offset += self.segment_size(segment)
         return torch.cat(pieces)
@@ -190,19 +202,31 @@ class Channels:
         parts: list[tuple[int, str]] = []
         for segment in layout:
             if self.atoms((segment,)):
-                for axis in segment:
-                    concat = self._nodes[self._find(axis)].concat if isinstance(axis, Atom) else None
-                    parts += [part for side in concat or () for part in self.unprunable(((side,),))]
-            else:
-                reasons = dict.fromkeys(reason for axis in segment for reason in self._reasons(axis))
-                parts += [(self.segment_size(segment), "; ".join(reasons))] if reasons else []
+                for side in self._concatenated_in(segment):
+                    parts += self.unprunable(((side,),))
+                continue
+            reasons: dict[str, None] = {}  # each once, in order
+            for axis in segment:
+                reasons.update(dict.fromkeys(self._reasons(axis)))
+            if reasons:
+                parts.append((self.segment_size(segment), "; ".join(reasons)))
         return parts
+
+    def _concatenated_in(self, segment: Segment) -> list[Axis]:
+        """The two sides of every axis that was split into a concatenation."""
+        sides: list[Axis] = []
+        for axis in segment:
+            if isinstance(axis, Atom):
+                sides += self._nodes[self._find(axis)].concat or ()
+        return sides
 
     def _reasons(self, axis: Axis) -> list[str]:
         if isinstance(axis, int):
             return []
         node = self._nodes[self._find(axis)]
-        inner = [reason for part in node.product or node.concat or () for reason in self._reasons(part)]
+        inner: list[str] = []
+        for part in node.product or node.concat or ():
+            inner += self._reasons(part)
         return inner or [node.reason or "its channels are used one by one"]
 
     # -- building layouts
@@ -215,13 +239,22 @@ class Channels:
         """Dims after a reshape: the shortest runs of old and new dims with equal products match each other."""
         sizes = [self.size(layout) for layout in dims]
         out: list[Layout] = []
-        old = new = 0
+        old = new = 0  # dims that have been matched
         while old < len(sizes) or new < len(shape):
-            old_stop, new_stop = min(old + 1, len(sizes)), min(new + 1, len(shape))
-            while (have := math.prod(sizes[old:old_stop])) != (wanted := math.prod(shape[new:new_stop])):
-                old_stop, new_stop = old_stop + (have < wanted), new_stop + (have > wanted)
+            old_stop = min(old + 1, len(sizes))
+            new_stop = min(new + 1, len(shape))
+            while True:
+                old_product = math.prod(sizes[old:old_stop])
+                new_product = math.prod(shape[new:new_stop])
+                if old_product == new_product:
+                    break
+                if old_product < new_product:
+                    old_stop += 1
+                else:
+                    new_stop += 1
             out.extend(self._refactor(dims[old:old_stop], shape[new:new_stop]))
-            old, new = old_stop, new_stop
+            old = old_stop
+            new = new_stop
         return tuple(out)
 
     def _refactor(self, dims: Sequence[Layout], shape: Sequence[int]) -> list[Layout]:
@@ -234,16 +267,20 @@ class Channels:
         for position, size in enumerate(shape):
             if size == 1 or not wide:
                 out.append(fixed(size))
+            elif math.prod(shape[position + 1 :]) == 1:  # the last one takes all that is left
+                out.append(rest)
+                rest = fixed(1)
             else:
-                last = math.prod(shape[position + 1 :]) == 1
-                outer, rest = (rest, fixed(1)) if last else self.factor(rest, size)
+                outer, rest = self.factor(rest, size)
                 out.append(outer)
         return out
 
     def _split(self, axis: Axis, kind: Literal["product", "concat"], first: int) -> tuple[Axis, Axis]:
         """Cut an axis in two, of which the first has so many channels."""
-        size = self.axis_size(axis)
-        second = size // first if kind == "product" else size - first
+        if kind == "product":
+            second = self.axis_size(axis) // first
+        else:
+            second = self.axis_size(axis) - first
         if isinstance(axis, int):
             return first, second
         parts = self._atom(first), self._atom(second)
@@ -259,24 +296,29 @@ class Channels:
         self.fix((segment,), f"it is split in the middle of a group ({self.because})")
         return fixed(front), fixed(self.segment_size(segment) - front)
 
+    def _pop_first(self, segments: list[Segment]) -> Segment:
+        """Take the first segment from a list, resolved again: a cut or a join since then may have split it."""
+        segments[:1] = self.resolve((segments[0],))
+        return segments.pop(0)
+
     def divide(self, layout: Layout, sizes: Sequence[int]) -> list[Layout]:
         """Cut the dim into pieces of these sizes."""
         rest = list(self.resolve(layout))
         pieces: list[Layout] = []
         for size in sizes:
             piece: list[Segment] = []
-            while size > 0:
-                now = self.resolve((rest.pop(0),))  # an earlier cut may have split it
-                rest[:0] = now[1:]
-                have = self.segment_size(now[0])
-                if have <= size:
-                    piece.append(now[0])
-                    size -= have
+            missing = size
+            while missing > 0:
+                segment = self._pop_first(rest)
+                segment_size = self.segment_size(segment)
+                if segment_size <= missing:
+                    piece.append(segment)
+                    missing -= segment_size
                 else:
-                    front, back = self._split_segment(now[0], size)
+                    front, back = self._split_segment(segment, missing)
                     piece.extend(front)
                     rest[:0] = back
-                    size = 0
+                    missing = 0
             pieces.append(tuple(piece) or fixed(0))
         return pieces
 
@@ -292,10 +334,10 @@ class Channels:
         if split is not None:
             return split
         if len(segments) > 1 and outer <= _MAX_PIECES:
-            first, *others = self.divide(layout, [inner] * outer)
-            for other in others:
-                self.join(first, other)
-            return fixed(outer), first
+            pieces = self.divide(layout, [inner] * outer)
+            for piece in pieces[1:]:
+                self.join(pieces[0], piece)
+            return fixed(outer), pieces[0]
         self.fix(layout, f"it is regrouped across its borders ({self.because})")
         return fixed(outer), fixed(inner)
 
@@ -309,14 +351,16 @@ class Channels:
             if split is None:
                 return None
             splits.append(split)
-        outers, inners = zip(*splits, strict=True)
-        for other in inners[1:]:
-            self.join((inners[0],), (other,))
-        return outers, (inners[0],)
+        outers = tuple(outer for outer, _ in splits)
+        common = splits[0][1]
+        for _, inner_part in splits[1:]:
+            self.join((common,), (inner_part,))
+        return outers, (common,)
 
     def _factor_segment(self, segment: Segment, outer: int) -> tuple[Segment, Segment] | None:
+        """Write a segment as a product whose outer part has `outer` channels; None if no axes make that number."""
         head: list[Axis] = []
-        rest = [axis for part in self.resolve((segment,))[:1] for axis in part]
+        rest = list(self.resolve((segment,))[0])
         while outer > 1:
             axis = rest.pop(0)
             size = self.axis_size(axis)
@@ -336,12 +380,13 @@ class Channels:
 
     def join(self, one: Layout, other: Layout) -> None:
         """Make two dims the same channels; where they cannot be, both are unprunable."""
-        left, right = list(self.resolve(one)), list(self.resolve(other))
+        left = list(self.resolve(one))
+        right = list(self.resolve(other))
         while left and right:
-            here, there = self.resolve((left.pop(0),)), self.resolve((right.pop(0),))
-            left[:0], right[:0] = here[1:], there[1:]
-            a, b = here[0], there[0]
-            size_a, size_b = self.segment_size(a), self.segment_size(b)
+            a = self._pop_first(left)
+            b = self._pop_first(right)
+            size_a = self.segment_size(a)
+            size_b = self.segment_size(b)
             if size_a == size_b:
                 self._join_segments(a, b)
             elif size_a < size_b:
@@ -354,12 +399,17 @@ class Channels:
                 right.insert(0, b)
 
     def _join_segments(self, one: Segment, other: Segment) -> None:
-        left, right = list(one), list(other)
+        """Make two segments of one size the same channels, axis by axis."""
+        left: list[Axis] = list(one)
+        right: list[Axis] = list(other)
         while left and right:
             # Splitting one side may have split an atom that the other side holds too.
-            left, right = ([*self._resolve_segment(tuple(side))[0]] for side in (left, right))
-            a, b = left.pop(0), right.pop(0)
-            size_a, size_b = self.axis_size(a), self.axis_size(b)
+            left = list(self._resolve_segment(tuple(left))[0])
+            right = list(self._resolve_segment(tuple(right))[0])
+            a = left.pop(0)
+            b = right.pop(0)
+            size_a = self.axis_size(a)
+            size_b = self.axis_size(b)
             if size_a == size_b and (isinstance(a, int) or isinstance(b, int)):
                 self.fix(((a, b),), f"meets a fixed size ({self.because})")
             elif isinstance(a, Atom) and isinstance(b, Atom) and size_a == size_b:

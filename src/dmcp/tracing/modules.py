@@ -259,8 +259,8 @@ def _items_of(nested: Any) -> list[Any]:
         raise _hides_tensors(nested)
 
     # Attributes of some mappings and named tuples are their items.
-    known = {id(item) for item in items}
-    return items + [attribute for attribute in _attributes_of(nested) if id(attribute) not in known]
+    item_ids = {id(item) for item in items}
+    return items + [attribute for attribute in _attributes_of(nested) if id(attribute) not in item_ids]
 
 
 def _has_slots(nested: Any) -> bool:

@@ -176,22 +176,22 @@ class Recording:
     recomputes: bool = False  # whether the backward pass takes weights from modules (activation checkpointing)
 
     @functools.cached_property
-    def own(self) -> dict[int, frozenset[int]]:
+    def from_weights(self) -> dict[int, frozenset[int]]:
         """Values that no input has a part in: weights, and what the model computes from them. -> the tensors used"""
-        own: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
+        sources_of: dict[int, frozenset[int]] = {value: frozenset((value,)) for value in self.tensors}
         constants_to_come = list(self.constants.items())
         for number, op in enumerate(self.ops):
             while constants_to_come and constants_to_come[0][1].ops <= number:
                 value, since = constants_to_come.pop(0)
-                if self._reads_only(own, since):  # else it may be made of the input's values
-                    own.setdefault(value, frozenset())
+                if self._reads_only(sources_of, since):  # else it may be made of the input's values
+                    sources_of.setdefault(value, frozenset())
             inputs = op.inputs()
-            if all(value in own for value in inputs):
-                sources = frozenset[int]().union(*(own[value] for value in inputs))
+            if all(value in sources_of for value in inputs):
+                sources = frozenset[int]().union(*(sources_of[value] for value in inputs))
                 for out in op.outs:
-                    if out is not None and out not in own:
-                        own[out] = sources
-        return own
+                    if out is not None and out not in sources_of:
+                        sources_of[out] = sources
+        return sources_of
 
     def _reads_only(self, values: Mapping[int, frozenset[int]], since: Since) -> bool:
         """Whether the reads that left torch before a constant was first seen were of these values only."""
@@ -211,7 +211,7 @@ class Recording:
                 targets += op.args[:1]
             for target in targets:
                 if isinstance(target, Ref):
-                    values |= self.own.get(target.value, frozenset())
+                    values |= self.from_weights.get(target.value, frozenset())
         return {self.tensors[value] for value in values}
 
 
@@ -551,33 +551,65 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
         twin = narrow(model, {}, {}).to(device)
         example = map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, example)
     twin.train(training)
-    before, _alive = _plain_state(twin), [vars(module).copy() for module in modules_of(twin)]
+    before = _plain_state(twin)
+    _alive = [vars(module).copy() for module in modules_of(twin)]  # ids are reused unless all attributes stay alive
     recorder = Recorder(twin, tensors_in(example), grad, model)
     recording = run_recorded(recorder, twin, example)
-    modules = dict(model.named_modules())
-    changed = {key: now for key, now in _plain_state(twin).items() if now != before.get(key)}
-    cached = {path for (path, _), now in changed.items() if not isinstance(now, str)}
-    computed: dict[tuple[str, str], set[str]] = {}  # from weights
-    for (path, name), now in changed.items():
-        if path in cached:
-            old, known = before.get((path, name)), recorder._known
-            depends = isinstance(now, int) and known.get(now, -1) not in recording.own
-            if isinstance(now, int) and (sources := recording.own.get(known.get(now, -1))):
-                computed[path, name] = {recording.tensors[it] for it in sources}
-            if depends and isinstance(old, int) and old in recorder.touched | known.keys():
-                raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")
-            held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
-            if isinstance(held, Tensor):
-                recording.caches[path, name] = held.detach().clone()
-            else:
-                recording.caches[path, name] = {} if isinstance(held, dict) else copy.deepcopy(held)
+
+    after = _plain_state(twin)
+    changed = {key: state for key, state in after.items() if state != before.get(key)}
+    _note_caches(recorder, model, before, changed)
+    computed = _computed_from_weights(recorder, changed)
     if computed:
+        # What a second run leaves as it is was computed for later runs.
         run_recorded(Recorder(twin, tensors_in(example), grad), twin, example)
-        still = _plain_state(twin)
-        recording.keeps.update(*(names for key, names in computed.items() if still[key] == changed[key]))
+        after_second = _plain_state(twin)
+        for key, names in computed.items():
+            if after_second[key] == changed[key]:
+                recording.keeps.update(names)
     if recorder.apart:
         recording.recomputes = _recomputes(twin, example, device)
     return recording
+
+
+_State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> what it holds, see `_plain_state`
+
+
+def _changed_caches(changed: _State) -> _State:
+    """The attributes that forward changed in modules where it changed a tensor, too; sizes alone are no cache."""
+    modules = {path for (path, _), state in changed.items() if not isinstance(state, str)}
+    return {(path, name): state for (path, name), state in changed.items() if path in modules}
+
+
+def _note_caches(recorder: Recorder, model: nn.Module, before: _State, changed: _State) -> None:
+    """Note what the caches held before the run. TraceError if forward reads what an earlier run left there."""
+    recording = recorder.recording
+    modules = dict(model.named_modules())
+    seen = recorder.touched | recorder._known.keys()
+    for (path, name), state in _changed_caches(changed).items():
+        old = before.get((path, name))
+        is_of_input = isinstance(state, int) and recorder._known.get(state, -1) not in recording.from_weights
+        if is_of_input and isinstance(old, int) and old in seen:
+            raise TraceError(f"forward reads what an earlier run left in {path}.{name}: set it to None.")
+        held = getattr(modules[path], name, None)  # of the class, if only forward sets it in the module
+        if isinstance(held, Tensor):
+            recording.caches[path, name] = held.detach().clone()
+        elif isinstance(held, dict):
+            recording.caches[path, name] = {}
+        else:
+            recording.caches[path, name] = copy.deepcopy(held)
+
+
+def _computed_from_weights(recorder: Recorder, changed: _State) -> dict[tuple[str, str], set[str]]:
+    """The names of the tensors from which forward computed an attribute, for each such attribute."""
+    recording = recorder.recording
+    computed: dict[tuple[str, str], set[str]] = {}
+    for key, state in _changed_caches(changed).items():
+        value = recorder._known.get(state) if isinstance(state, int) else None
+        sources = recording.from_weights.get(value) if value is not None else None
+        if sources:
+            computed[key] = {recording.tensors[source] for source in sources}
+    return computed
 
 
 def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:

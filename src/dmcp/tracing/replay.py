@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import random
@@ -49,7 +50,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
     def __init__(
         self, model: nn.Module, inputs: list[Tensor], coupling: Coupling, number: int, widths: Mapping[int, int]
     ) -> None:
-        self.facts, self.original = coupling.passes[number], coupling.passes[number].recording
+        self.facts = coupling.passes[number]
+        self.original = self.facts.recording
         super().__init__(model, inputs, self.original.grad)
         self.size = functools.cache(lambda layout: coupling.channels.width(layout, widths))  # many share their dims
         self.shapes = {value: tuple(map(self.size, dims)) for value, dims in self.facts.layouts.items()}  # predicted
@@ -64,6 +66,7 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         return not self.conflicts and self.stopped is None
 
     def run(self, call: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op, compare it with that of the wide model, and go on as predicted where they differ."""
         args, kwargs = map_leaves(_without_data, args), map_leaves(_without_data, kwargs)  # NumPy's numbers have data
         number = len(self.recording.ops)
         if number >= len(self.original.ops) or self.original.ops[number].func is not call.func:
@@ -72,7 +75,8 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
         expected = self.original.ops[number]
         if not any(value is not None for value in expected.outs):
             return expected.result  # a Python number: the narrow model takes the same branches
-        wanted = [None if value is None else self.shapes[value] for value in expected.outs]
+
+        # Its arguments: sizes, other numbers, tensors.
         literals = tuple(self._wrong_literals(number, call))
         kind = "number" if literals else ""
         old, new = _numbers(expected), _numbers(call)
@@ -83,22 +87,27 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             kind = "scale"
         if not self._same_tensors(expected, call):
             raise _AstrayError(f"the narrow model takes other tensors for {call.name} in {call.path or 'the top'}")
-        by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(call.func.tags)
-        made_up = by_values or call.func in UNTAGGED
+
+        # Its outputs.
+        predicted = [None if value is None else self.shapes[value] for value in expected.outs]
+        shapes: list[Shape | None] | None = None
         try:
-            out = self._made_up(expected, wanted) if made_up else compute(call.func, args, kwargs)
-            got = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]
-            if got != wanted:
+            if _has_shapes_by_values(call.func):
+                out = self._made_up(expected, predicted)
+            else:
+                out = compute(call.func, args, kwargs)
+            shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(out)]
+            if shapes != predicted:
                 kind = kind or "shape"
         except Exception:  # whatever the op says: it does not run at these widths
             kind = kind or "error"
-            got = None
+
         if kind:
             self.conflicts.append(Conflict(number, expected.path, kind, literals, _different(old, new)))
-        if got == wanted:
+        if shapes == predicted:
             return out
         in_place = call.func._schema.name.endswith("_") and isinstance(args[0], Tensor)
-        return args[0] if in_place else self._made_up(expected, wanted)
+        return args[0] if in_place else self._made_up(expected, predicted)
 
     def _sizes(self, number: int, expected: Op) -> set[str]:
         """Arguments that may follow a width: none where all shapes are what they were."""
@@ -109,37 +118,41 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
 
     def _same_tensors(self, expected: Op, call: Op) -> bool:
         """Whether the op takes what it took in the wide model; a branch by a width may run the same ops on others."""
-        done = slice(self.paired, None)
-        for mine, theirs in zip(self.recording.ops[done], self.original.ops[done], strict=False):
-            for value, other in zip(mine.outs, theirs.outs, strict=False):
+        not_paired = slice(self.paired, None)
+        for narrow_op, wide_op in zip(self.recording.ops[not_paired], self.original.ops[not_paired], strict=False):
+            for value, wide_value in zip(narrow_op.outs, wide_op.outs, strict=False):
                 if value is not None:  # it may stand for several: what gives back its input here, copies it there
-                    self.pairs.setdefault(value, set()).add(other)
+                    self.pairs.setdefault(value, set()).add(wide_value)
         self.paired = len(self.recording.ops)
-        mine_now, theirs_now = call.inputs(), expected.inputs()
-        if len(mine_now) != len(theirs_now):
+
+        inputs, wide_inputs = call.inputs(), expected.inputs()
+        if len(inputs) != len(wide_inputs):
             return False
-        for value, other in zip(mine_now, theirs_now, strict=True):
+        for value, wide_value in zip(inputs, wide_inputs, strict=True):
             if value in self.recording.tensors or value in self.recording.inputs:
                 self.pairs.setdefault(value, set()).add(value)  # both models have the same ones, in the same order
             if value not in self.pairs:
-                self.pairs[value] = {other}
-                self._compare_constants(value, other, expected.path)
-            if other not in self.pairs[value]:
+                self.pairs[value] = {wide_value}
+                self._compare_constants(value, wide_value, expected.path)
+            if wide_value not in self.pairs[value]:
                 return False
         return True
 
-    def _compare_constants(self, value: int, other: int, path: str) -> None:
+    def _compare_constants(self, value: int, wide_value: int, path: str) -> None:
         """Tensors from outside the model: which one it takes may depend on a width."""
-        mine, theirs = (held.constants.get(it) for held, it in ((self.recording, value), (self.original, other)))
-        if mine and theirs and None not in (mine.data, theirs.data) and mine.data != theirs.data:
+        constant = self.recording.constants.get(value)
+        wide_constant = self.original.constants.get(wide_value)
+        if constant is None or wide_constant is None or constant.data is None or wide_constant.data is None:
+            return
+        if constant.data != wide_constant.data:
             self.conflicts.append(Conflict(len(self.recording.ops), path, "tensor"))
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the wide model read here: its dims are unprunable, and the narrow model has no data."""
         number = len(self.recording.reads)
-        way, where = HOST_READS[func], self.path[-1] or "the top"
+        way = HOST_READS[func]
         if number >= len(self.original.reads) or self.original.reads[number].way != way:
-            raise _AstrayError(f"the narrow model reads other values by {way} in {where}")
+            raise _AstrayError(f"the narrow model reads other values by {way} in {self.path[-1] or 'the top'}")
         self.recording.reads.append(self.original.reads[number])
         return copy.deepcopy(self.original.reads[number].result)
 
@@ -156,19 +169,29 @@ class Replayer(Recorder):  # type: ignore[no-untyped-call]
             if value != self.size(literal.layout):
                 yield literal, value
 
-    def _made_up(self, expected: Op, wanted: list[Shape | None]) -> Any:
+    def _made_up(self, expected: Op, shapes: list[Shape | None]) -> Any:
         """Tensors as predicted, so that one replay finds every conflict and not only the first."""
-        made = [
-            None if value is None else torch.empty(shape or (), dtype=self.original.dtypes[value], device="meta")
-            for value, shape in zip(expected.outs, wanted, strict=True)
-        ]
-        return made[0] if expected.single else tuple(made)
+        tensors: list[Tensor | None] = []
+        for value, shape in zip(expected.outs, shapes, strict=True):
+            tensor = None
+            if value is not None:
+                tensor = torch.empty(shape or (), dtype=self.original.dtypes[value], device="meta")
+            tensors.append(tensor)
+        return tensors[0] if expected.single else tuple(tensors)
+
+
+def _has_shapes_by_values(func: Func) -> bool:
+    """Whether the shapes of an op's outputs follow from the values of its inputs."""
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return func in UNTAGGED or not tags.isdisjoint(func.tags)
 
 
 def _without_data(leaf: Any) -> Any:
     if isinstance(leaf, torch.device):  # .cpu() of what has no data
         return torch.device("meta")
-    return on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+    if isinstance(leaf, Tensor) and not leaf.is_meta:
+        return on_meta(leaf)
+    return leaf
 
 
 class _AstrayError(Exception):
@@ -178,8 +201,12 @@ class _AstrayError(Exception):
 @functools.cache
 def _number_arguments(func: Func) -> tuple[str, ...]:
     """Arguments that take part in the arithmetic, unlike sizes and dims; `x * 2` has a number in a tensor's place."""
-    types = {it.name: str(it.type).removeprefix("Optional[").rstrip("]") for it in func._schema.arguments}
-    return tuple(name for name, kind in types.items() if kind in ("number", "float", "Tensor"))
+    names: list[str] = []
+    for argument in func._schema.arguments:
+        kind = str(argument.type).removeprefix("Optional[").rstrip("]")
+        if kind in ("number", "float", "Tensor"):
+            names.append(argument.name)
+    return tuple(names)
 
 
 # Arguments that are sizes, which may follow a width.
@@ -196,27 +223,32 @@ def _numbers(op: Op) -> list[Any]:
 
 def _other_arguments(op: Op, sizes: set[str]) -> list[Any]:
     """All arguments besides tensors and sizes: by how much to roll, what to pad with, which kind of gelu."""
-    strided = {"stride"} if "stride" in op.name else set()
-    return _plain([item for name, item in op.arguments().items() if name not in sizes and name not in strided])
+    ignored = sizes
+    if "stride" in op.name:
+        ignored = sizes | {"stride"}
+    return _plain([value for name, value in op.arguments().items() if name not in ignored])
 
 
 def _plain(nested: Any) -> list[Any]:
     """What can be compared; NaN is like NaN."""
-    found: list[Any] = []
+    comparable: list[Any] = []
     for leaf in leaves(nested):
         if isinstance(leaf, complex):
-            found += (leaf.real, leaf.imag)
+            comparable += (leaf.real, leaf.imag)
         elif isinstance(leaf, (int, float)):
-            found.append(round(float(leaf), 12) if leaf == leaf else "nan")
+            comparable.append(round(float(leaf), 12) if leaf == leaf else "nan")
         elif isinstance(leaf, (str, torch.dtype)):
-            found.append(leaf)
-    return found
+            comparable.append(leaf)
+    return comparable
 
 
 def _different(old: Sequence[Any], new: Sequence[Any]) -> tuple[tuple[float, float], ...]:
     """The numbers that are not the same, in pairs."""
-    pairs = zip(old, new, strict=False)
-    return tuple((one, other) for one, other in pairs if one != other and {type(one), type(other)} == {float})
+    pairs: list[tuple[float, float]] = []
+    for before, after in zip(old, new, strict=False):
+        if type(before) is float and type(after) is float and before != after:
+            pairs.append((before, after))
+    return tuple(pairs)
 
 
 @dataclass
@@ -232,8 +264,12 @@ class ReplayContext:
 
     def cuts(self, kept: Mapping[int, Tensor]) -> dict[str, Cut]:
         """Indices that stay of every tensor that has atoms; `kept` per atom."""
-        found = {name: self.cut(dims, kept) for name, dims in self.coupling.tensors.items()}
-        return {name: cut for name, cut in found.items() if any(kept is not None for kept in cut)}
+        cuts: dict[str, Cut] = {}
+        for name, dims in self.coupling.tensors.items():
+            cut = self.cut(dims, kept)
+            if any(indices is not None for indices in cut):
+                cuts[name] = cut
+        return cuts
 
     def cut(self, dims: Dims, kept: Mapping[int, Tensor]) -> Cut:
         """The same of some dims."""
@@ -248,24 +284,24 @@ class ReplayContext:
         """Attributes of modules at these widths: those that layers are known to have, and the bound ones."""
         modules = dict(self.model.named_modules())
         channels = self.coupling.channels
-        found: dict[str, dict[str, Any]] = {}
+        attributes: dict[str, dict[str, Any]] = collections.defaultdict(dict)
         for within in self.coupling.passes:
             for (path, attribute), dims in within.attributes.items():
                 old = vars(modules[path]).get(attribute)
                 new = tuple(channels.width(layout, widths) for layout in dims)
                 full = tuple(map(channels.size, dims))
                 if new != full and old in (full, list(full), full[0]):
-                    found.setdefault(path, {})[attribute] = new[0] if isinstance(old, int) else type(old)(new)
+                    attributes[path][attribute] = new[0] if isinstance(old, int) else type(old)(new)
         for within in self.coupling.passes:
             for (path, attribute), empty in within.recording.caches.items():  # a cache of the wide model is wrong here
-                found.setdefault(path, {})[attribute] = copy.deepcopy(empty)
+                attributes[path][attribute] = copy.deepcopy(empty)
         for (path, attribute, position), (layout, multiple) in self.bindings.items():
             value: Any = multiple * channels.width(layout, widths)
             if position is not None:
-                old = found.get(path, {}).get(attribute, vars(modules[path])[attribute])
+                old = attributes[path].get(attribute, vars(modules[path])[attribute])
                 value = type(old)([*old[:position], value, *old[position + 1 :]])
-            found.setdefault(path, {})[attribute] = value
-        return found
+            attributes[path][attribute] = value
+        return attributes
 
     def narrow(self, widths: Mapping[int, int]) -> nn.Module:
         """The narrow model, on the meta device."""
@@ -284,7 +320,7 @@ class ReplayContext:
             full = self._replay(number, self.narrow(sizes), sizes)
             self.always[number] = {(conflict.number, conflict.kind) for conflict in full.conflicts}
         always = self.always.get(number, set())
-        outcome.conflicts = [it for it in outcome.conflicts if (it.number, it.kind) not in always]
+        outcome.conflicts = [each for each in outcome.conflicts if (each.number, each.kind) not in always]
         return outcome
 
     def _replay(self, number: int, small: nn.Module, widths: Mapping[int, int]) -> Replayer:
@@ -295,12 +331,11 @@ class ReplayContext:
             run_recorded(replayer, small, self.batch)
         except Exception as error:  # the model's own complaint about its widths
             replayer.stopped = str(error) if isinstance(error, _AstrayError) else reason_of(error)
-        pairs = zip(recording.made, replayer.recording.made, strict=False)
-        for (at, path, wide), (*_, narrowed) in pairs:
+        for (number_of_op, path, wide), (*_, narrowed) in zip(recording.made, replayer.recording.made, strict=False):
             old, new = _plain(wide), _plain(narrowed)
             if old != new:
-                at = min(at, len(recording.ops) - 1)
-                replayer.conflicts.append(Conflict(at, path, "tensor", scales=_different(old, new)))
+                number_of_op = min(number_of_op, len(recording.ops) - 1)
+                replayer.conflicts.append(Conflict(number_of_op, path, "tensor", scales=_different(old, new)))
         replayer.conflicts.sort(key=lambda conflict: conflict.number)
         return replayer
 
@@ -309,7 +344,10 @@ class Resolver:
     """Replays at random widths until all agree; binds attributes and makes channels unprunable as needed."""
 
     def __init__(self, context: ReplayContext, parameters: list[str], bind: bool) -> None:
-        self.context, self.coupling, self.parameters, self.bind = context, context.coupling, parameters, bind
+        self.context = context
+        self.coupling = context.coupling
+        self.parameters = parameters
+        self.bind = bind
         self.random = random.Random(0)
         # attributes not tried yet, and the one that is being tried
         self.candidates: dict[Site, list[tuple[Place, Bound]]] = {}
@@ -321,33 +359,42 @@ class Resolver:
 
     def run(self) -> None:
         """Until every kind of sample has replayed clean, in a row, in turns with every recording."""
-        clean, count = 0, len(self.coupling.passes)
-        # where a tensor has several spaces in one dim, a part of it may be cut out by its size
-        neighbors = any(len(self.coupling.channels.atoms(layout)) > 1 for layout in self.coupling.layouts())
-        samples = _SAMPLES + _UNEVEN if neighbors else _SAMPLES
+        samples: tuple[str, ...] = _SAMPLES
+        # Where a tensor has several spaces in one dim, a part of it may be cut out by its size.
+        if any(len(self.coupling.channels.atoms(layout)) > 1 for layout in self.coupling.layouts()):
+            samples += _UNEVEN
+        clean = 0  # replays in a row that did as predicted
         for round_ in range(_ROUNDS):
             atoms = self.coupling.atoms(self.parameters)
             if not atoms or clean >= len(samples):
                 return
             sizes = self.context.sizes(atom.index for atom in atoms)
-            self.widths = {
-                atom: self._sample(samples[clean], size, at % 2) for at, (atom, size) in enumerate(sizes.items())
-            }
-            number = clean % count
+            self.widths = self._sample_widths(samples[clean], sizes)
+            number = clean % len(self.coupling.passes)
             outcome = self.context.replay(number, self.context.narrow(self.widths), self.widths)
-            clean = clean + 1 if outcome.clean else 0
-            if not clean:
+            if outcome.clean:
+                clean += 1
+            else:
+                clean = 0
                 self._mend(number, outcome, may_bind=self.bind and round_ < _BINDING_ROUNDS)
         raise TraceError("The narrow model never agreed with its recording: please report this model.")
 
-    def _sample(self, kind: str, size: int, second: int) -> int:
-        """A width: most channels, few, any number of them, or one or all (at random, or of every second space)."""
-        if kind in _UNEVEN:
-            return size if _UNEVEN[second] == kind else 1
-        few = 0.4 * size if size >= 16 else 1  # a search may go down to one channel of a small space
-        ranges = {"wide": (0.3 * size, size - 1), "narrow": (0.05 * size, few), "any": (1, size)}
+    def _sample_widths(self, kind: str, sizes: Mapping[int, int]) -> dict[int, int]:
+        """A width for each atom."""
+        widths: dict[int, int] = {}
+        for position, (atom, size) in enumerate(sizes.items()):
+            if kind in _UNEVEN:
+                widths[atom] = size if _UNEVEN[position % 2] == kind else 1
+            else:
+                widths[atom] = self._sample(kind, size)
+        return widths
+
+    def _sample(self, kind: str, size: int) -> int:
+        """A width at random: most channels, few, any number of them, or one or all."""
         if kind == "extreme":
             return self.random.choice((1, size))
+        few = 0.4 * size if size >= 16 else 1  # a search may go down to one channel of a small space
+        ranges = {"wide": (0.3 * size, size - 1), "narrow": (0.05 * size, few), "any": (1, size)}
         low, high = (max(1, int(border)) for border in ranges[kind])
         return self.random.randint(low, high)
 
@@ -355,81 +402,92 @@ class Resolver:
         """Try attributes first: a wrong guess makes new conflicts, and those must make nothing unprunable."""
         scales = [conflict for conflict in outcome.conflicts if conflict.kind in _LOOSE]
         conflicts = scales or outcome.conflicts
-        ops = self.coupling.passes[number].recording.ops
         self.new.clear()
-        bound = [
-            self._bind((number, conflict.number, literal), ops[conflict.number], value)
-            for conflict in conflicts
-            for literal, value in conflict.literals
-            if may_bind
-        ]
-        if any(bound) or any(self._join_read(number, conflict) for conflict in conflicts):
+        if may_bind and self._bind_all(number, conflicts):
+            return
+        if any(self._join_read(number, conflict) for conflict in conflicts):
             return
         if any(self._join_bound(conflict) for conflict in conflicts):
             return
-        kept = [self._fix_conflict(number, conflict) for conflict in conflicts]
-        if any(kept) or self._unbind([conflict.path for conflict in conflicts]):
+        fixed_some = [self._fix_conflict(number, conflict) for conflict in conflicts]
+        if any(fixed_some) or self._unbind([conflict.path for conflict in conflicts]):
             return
         if scales and self._fix_guilty(number, scales):
             return
+
+        # Nothing is known of the cause: the modules around it become unprunable.
+        ops = self.coupling.passes[number].recording.ops
         last = min(len(outcome.recording.ops), len(ops) - 1)
-        at = [(conflict.number, conflict.path) for conflict in outcome.conflicts] or [(last, ops[last].path)]
+        locations = [(conflict.number, conflict.path) for conflict in outcome.conflicts] or [(last, ops[last].path)]
         why = outcome.stopped or "perhaps a Tensor subclass hides it (use plain tensors)"
-        if not any(self._fix_module(number, *place, why) for place in at):
+        if not any(self._fix_module(number, op_number, path, why) for op_number, path in locations):
             raise TraceError(f"The narrow model does not run, and nothing is left to make unprunable: {why}")
+
+    def _bind_all(self, number: int, conflicts: Iterable[Conflict]) -> bool:
+        """Bind an attribute to each number that is wrong; whether anything changed."""
+        ops = self.coupling.passes[number].recording.ops
+        changed = False
+        for conflict in conflicts:
+            for literal, value in conflict.literals:
+                if self._bind((number, conflict.number, literal), ops[conflict.number], value):
+                    changed = True
+        return changed
 
     def _fix_guilty(self, number: int, conflicts: list[Conflict]) -> bool:
         """Make each space unprunable that causes one of the conflicts when it alone is narrow."""
         sizes = self.context.sizes(self.widths)
-        known, guilty = {(conflict.number, conflict.kind) for conflict in conflicts}, []
+        expected = {(conflict.number, conflict.kind) for conflict in conflicts}
+        guilty: list[Layout] = []
         for atom, size in sizes.items():
             widths = sizes | {atom: max(1, size // 2)}
-            found = self.context.replay(number, self.context.narrow(widths), widths).conflicts
-            if any((conflict.number, conflict.kind) in known for conflict in found):
+            outcome = self.context.replay(number, self.context.narrow(widths), widths)
+            if any((conflict.number, conflict.kind) in expected for conflict in outcome.conflicts):
                 guilty.append(((Atom(atom),),))
         return self._fix(tuple(guilty), f"{IN_CODE} depends on its size")
 
     def _unbind(self, paths: list[str]) -> bool:
         """Take back the bindings in these modules and around them, for good: one of them must be wrong."""
-        inside = [f"{path}." for path in paths]
-        wrong = [
-            place
-            for place in self.context.bindings
-            if paths and (not place[0] or any(path.startswith(f"{place[0]}.") for path in inside))
-        ]
+        wrong = [place for place in self.context.bindings if any(_is_inside(path, place[0]) for path in paths)]
         for place in wrong:
             del self.context.bindings[place]
         self.banned.update(wrong)
         return bool(wrong)
 
     def _fix_conflict(self, number: int, conflict: Conflict) -> bool:
+        """Make unprunable what the conflict is about; False if it is so already."""
         within = self.coupling.passes[number]
-        op, layouts = within.recording.ops[conflict.number], within.layouts
-        made = conflict.kind == "tensor"
-        where = " at ".join(filter(None, ("a tensor" if made else op.name, conflict.path)))
-        if made or conflict.kind == "scale":
-            first = layouts[op.inputs()[0]][-1:] if op.inputs() and not made else ()
-            reason = f"a factor in the code depends on its size ({where})"
-            return self._fix(tuple(self._explaining(conflict)), reason) or self._fix(first, reason)
-        reason = f"a number in the code fixes its size ({where})"
+        op = within.recording.ops[conflict.number]
+        inputs = op.inputs()
+        if conflict.kind == "tensor":
+            reason = f"a factor in the code depends on its size ({_locate('a tensor', conflict.path)})"
+            return self._fix(tuple(self._explaining(conflict)), reason)
+        location = _locate(op.name, conflict.path)
+        if conflict.kind == "scale":
+            reason = f"a factor in the code depends on its size ({location})"
+            last_dim = within.layouts[inputs[0]][-1:] if inputs else ()
+            return self._fix(tuple(self._explaining(conflict)), reason) or self._fix(last_dim, reason)
         if conflict.literals:
             # Numbers that still are the unpruned size come first: others may be computed from the width that these fix.
+            reason = f"a number in the code fixes its size ({location})"
             size = self.coupling.channels.size
             stale = [literal.layout for literal, value in conflict.literals if value == size(literal.layout)]
-            every = tuple(literal.layout for literal, _ in conflict.literals)
-            return self._fix(tuple(stale), reason) or self._fix(every, reason)
-        touched = [layout for value in op.outs if value is not None for layout in layouts[value]]
-        return self._fix((*touched, *within.values(op)), f"the op does not run at other widths ({where})")
+            every = [literal.layout for literal, _ in conflict.literals]
+            return self._fix(tuple(stale), reason) or self._fix(tuple(every), reason)
+        written = [layout for value in op.outs if value is not None for layout in within.layouts[value]]
+        return self._fix((*written, *within.values(op)), f"the op does not run at other widths ({location})")
 
     def _join_read(self, number: int, conflict: Conflict) -> bool:
         """Join a dim with the one that its size was read from: x.shape[1] of what entered the module."""
-        channels, within = self.coupling.channels, self.coupling.passes[number]
+        channels = self.coupling.channels
+        within = self.coupling.passes[number]
         first = next(op for op in within.recording.ops if f"{op.path}.".startswith(f"{conflict.path}."))
-        for layout in within.layouts[first.inputs()[0]] if first.inputs() else ():
-            wide, now = channels.size(layout), channels.width(layout, self.widths)
+        entering = within.layouts[first.inputs()[0]] if first.inputs() else ()
+        for layout in entering:
+            full_size = channels.size(layout)
+            size = channels.width(layout, self.widths)
             for literal, value in conflict.literals:
-                apart = channels.resolve(layout) != channels.resolve(literal.layout)
-                if (wide, now) == (channels.size(literal.layout), value) and now < wide and apart:
+                are_alike = (full_size, size) == (channels.size(literal.layout), value) and size < full_size
+                if are_alike and channels.resolve(layout) != channels.resolve(literal.layout):
                     channels.because = f"its size is read at {conflict.path}"
                     channels.join(layout, literal.layout)
                     return True
@@ -439,14 +497,16 @@ class Resolver:
         """Join a dim with the one that the attribute behind its size follows: several splits by the same attributes."""
         channels = self.coupling.channels
         for literal, value in conflict.literals:
-            full = channels.size(literal.layout)
+            full_size = channels.size(literal.layout)
             for place, (layout, multiple) in self.context.bindings.items():
-                around = not place[0] or f"{conflict.path}.".startswith(f"{place[0]}.")
-                same_full = channels.size(layout) == full
-                follows = multiple == 1 and channels.width(layout, self.widths) == value != full
-                apart = channels.resolve(layout) != channels.resolve(literal.layout)
-                if around and same_full and follows and apart and channels.atoms(literal.layout):
-                    channels.because = f"{'.'.join(filter(None, place[:2]))} is the size of both"
+                path, attribute, _ = place
+                if not _is_inside(conflict.path, path) or channels.size(layout) != full_size:
+                    continue
+                follows = multiple == 1 and channels.width(layout, self.widths) == value != full_size
+                are_apart = channels.resolve(layout) != channels.resolve(literal.layout)
+                if follows and are_apart and channels.atoms(literal.layout):
+                    name = f"{path}.{attribute}" if path else attribute
+                    channels.because = f"{name} is the size of both"
                     channels.join(layout, literal.layout)
                     return True
         return False
@@ -455,21 +515,25 @@ class Resolver:
         """Spaces whose sizes, wide and narrow, are the two values of a factor: n, 1 / n or a square root of them."""
         for atom, narrow_size in self.widths.items():
             wide_size = self.coupling.channels.axis_size(Atom(atom))
-            for wide, narrow_value in conflict.scales:
-                gaps = (abs(wide_size**p - wide) + abs(narrow_size**p - narrow_value) for p in (1, -1, 0.5, -0.5))
-                if min(gaps) < 1e-9:
-                    yield ((Atom(atom),),)
+            for wide_factor, narrow_factor in conflict.scales:
+                for power in (1, -1, 0.5, -0.5):
+                    gap = abs(wide_size**power - wide_factor) + abs(narrow_size**power - narrow_factor)
+                    if gap < 1e-9:
+                        yield ((Atom(atom),),)
+                        break
 
     def _fix(self, dims: Dims, reason: str) -> bool:
-        atoms = self.coupling.channels.atoms
-        count = sum(self.coupling.channels.fix(layout, reason) for layout in dims)
+        """Make dims unprunable, and end the bindings to them; False if they were so already."""
+        channels = self.coupling.channels
+        count = sum(channels.fix(layout, reason) for layout in dims)
         bindings = self.context.bindings
-        self.context.bindings = {place: bound for place, bound in bindings.items() if atoms(bound[0])}
+        self.context.bindings = {place: bound for place, bound in bindings.items() if channels.atoms(bound[0])}
         return count > 0
 
     def _bind(self, key: Site, op: Op, value: int) -> bool:
         """Bind the next attribute that could be where this number comes from; False if nothing changed."""
-        literal, channels = key[2], self.coupling.channels
+        literal = key[2]
+        channels = self.coupling.channels
         if not channels.atoms(literal.layout) or value != channels.size(literal.layout):
             return False
         if key not in self.candidates:
@@ -479,10 +543,10 @@ class Resolver:
             self.context.bindings.pop(failed, None)
         while self.candidates[key]:
             place, bound = self.candidates[key].pop(0)
-            known = self.context.bindings.get(place)
-            if known and place in self.new and channels.resolve(known[0]) == channels.resolve(bound[0]):
+            earlier = self.context.bindings.get(place)
+            if earlier and place in self.new and channels.resolve(earlier[0]) == channels.resolve(bound[0]):
                 return True  # a number before this one came from the same attribute: see whether that helps
-            if known is None and place not in self.banned:
+            if earlier is None and place not in self.banned:
                 self.new.add(place)
                 self.context.bindings[place] = bound
                 self.tried[key] = place
@@ -506,26 +570,42 @@ class Resolver:
         owners = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
         for multiple in _MULTIPLES if value > 1 else ():
             for owner in owners:
-                for name, held in vars(self.modules[owner]).items():
+                for name, attribute in vars(self.modules[owner]).items():
                     if name.startswith("_"):
                         continue
-                    if type(held) is int and held == multiple * value:
+                    if type(attribute) is int and attribute == multiple * value:
                         yield (owner, name, None), multiple
-                    elif multiple == 1 and type(held) in (list, tuple) and position is not None:
-                        here = held[position : position + 1]
-                        if type(here[0] if here else None) is int and here[0] == value:
-                            yield (owner, name, position), 1
+                    elif multiple == 1 and position is not None and _has_int_at(attribute, position, value):
+                        yield (owner, name, position), 1
 
     def _fix_module(self, number: int, at: int, path: str, why: str) -> bool:
         """Make unprunable what enters the module in which it happened, else all in it, else the same one module up."""
         within = self.coupling.passes[number]
         while True:
-            inside = [op for op in within.recording.ops[: at + 1] if not path or f"{op.path}.".startswith(f"{path}.")]
-            entering = [layout for op in inside[:1] for value in op.inputs()[:1] for layout in within.layouts[value]]
-            everything = [layout for op in inside for layout in within.values(op)]
+            ops = [op for op in within.recording.ops[: at + 1] if _is_inside(op.path, path)]
+            entering = [layout for op in ops[:1] for value in op.inputs()[:1] for layout in within.layouts[value]]
+            everything = [layout for op in ops for layout in within.values(op)]
             reason = f"{IN_CODE} of {path or 'the model'} depends on its size: {why}"
             if self._fix(tuple(entering), reason) or self._fix(tuple(everything), reason):
                 return True
             if not path:
                 return False
             path = path.rpartition(".")[0]
+
+
+def _is_inside(path: str, around: str) -> bool:
+    """Whether a module is another one or lies inside it; "" is the whole model."""
+    return not around or f"{path}.".startswith(f"{around}.")
+
+
+def _locate(name: str, path: str) -> str:
+    """What happened in which module, for reasons."""
+    return f"{name} at {path}" if path else name
+
+
+def _has_int_at(attribute: object, position: int, value: int) -> bool:
+    """Whether an attribute is a list or tuple with this number at this position."""
+    if type(attribute) not in (list, tuple):
+        return False
+    assert isinstance(attribute, (list, tuple))
+    return position < len(attribute) and type(attribute[position]) is int and attribute[position] == value

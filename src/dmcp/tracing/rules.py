@@ -7,7 +7,7 @@ _OTHERS. docs/how-it-works.md has an example.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -22,8 +22,9 @@ def unknown(call: Call) -> list[Dims]:
     """An op without a rule: its inputs and outputs are unprunable, and it is reported."""
     call.facts.unknown.append(call.op)
     call.flow = Flow.LOSES
+    inputs = [operand.dims for operand in call.operands]
     outs = [tuple(map(call.channels.fresh, shape)) for shape in call.out_shapes]
-    for dims in (*(operand.dims for operand in call.operands), *outs):  # what meets an output has the reason too
+    for dims in inputs + outs:  # what meets an output has the reason too
         for layout in dims:
             call.fix(layout, "there is no channel rule for it")
     return outs
@@ -45,36 +46,41 @@ def convolution(call: Call) -> list[Dims]:
     transposed = bool(call["transposed"]) or call.op.name.startswith("conv_transpose")
     if len(x.dims) != len(weight.dims):  # no batch dim
         return unknown(call)
-    channels, (w_out, w_in) = call.channels, weight.dims[:2][::-1] if transposed else weight.dims[:2]
     for layout in (*weight.dims[2:], *x.dims[2:]):
         call.fix(layout, "convolved along it")
+
+    # weight: (groups x out per group, in per group); transposed: (groups x in per group, out per group)
+    channels = call.channels
+    in_dim, out_dim = (0, 1) if transposed else (1, 0)
     count = fixed(1)
-    out = w_out
+    out = weight.dims[out_dim]
+    over = weight.dims[in_dim]
     if groups == 1:
-        channels.join(x.dims[1], w_in)
+        channels.join(x.dims[1], over)
     else:
-        # weight: (groups x out per group, in per group); transposed: (groups x in per group, out per group)
         count, x_inner = channels.factor(x.dims[1], groups)
-        split, per_group = channels.factor(weight.dims[0], groups)
-        channels.join(count, split)
-        channels.join(x_inner, per_group if transposed else w_in)
-        out_inner = w_out if transposed else per_group
-        out = channels.multiply(count, w_out) if transposed else w_out
+        weight_count, weight_inner = channels.factor(weight.dims[0], groups)
+        channels.join(count, weight_count)
+        channels.join(x_inner, weight_inner if transposed else over)
+        out_inner = out if transposed else weight_inner
+        if transposed:
+            out = channels.multiply(count, out)
         if groups >= max(channels.size(x_inner), channels.size(out_inner)):
             call.fix(x_inner, "whole groups are pruned instead")
             call.fix(out_inner, "whole groups are pruned instead")
         else:
             call.fix(count, "pruned inside each group instead")
     call.join_all(out, bias)
-    spatial = math.prod(x.shape[2:] if transposed else call.out_shapes[0][2:])
-    call.costs("conv", spatial * math.prod(weight.shape[2:]), x.dims[0], *weight.dims[:2])
+
+    positions = math.prod(x.shape[2:] if transposed else call.out_shapes[0][2:])
+    call.costs("conv", positions * math.prod(weight.shape[2:]), x.dims[0], *weight.dims[:2])
     call.describes(in_channels=(x.dims[1],), out_channels=(out,), groups=(count,))
     call.follows("groups", [count])
     call.writes(out)
-    in_dim = 0 if transposed else 1
-    over = w_in if not transposed or groups == 1 else channels.factor(weight.dims[0], groups)[1]
-    call.contracts(x, weight, in_dim, over, bias, 1 - in_dim)
-    return [(x.dims[0], out, *(fixed(size) for size in call.out_shapes[0][2:]))]
+    if transposed and groups > 1:
+        over = channels.factor(weight.dims[0], groups)[1]
+    call.contracts(x, weight, in_dim, over, bias, out_dim)
+    return [(x.dims[0], out, *map(fixed, call.out_shapes[0][2:]))]
 
 
 def linear(call: Call) -> list[Dims]:
@@ -108,31 +114,43 @@ def matmul(call: Call) -> list[Dims]:
 
 def einsum(call: Call) -> list[Dims]:
     """Letters are dims; equal letters are joined; letters that vanish are summed away."""
-    equation, tensors = call["equation"].replace(" ", ""), call["tensors"]
+    equation = call["equation"].replace(" ", "")
+    tensors = call["tensors"]
     if "." in equation or "->" not in equation or len(tensors) > 2:
         return unknown(call)
-    terms, result = equation.split("->")
-    found: dict[str, Layout] = {}
-    for term, operand in zip(terms.split(","), tensors, strict=True):
+    left, result = equation.split("->")
+    terms = left.split(",")
+
+    # The layout of each letter. A dim of size one says nothing about the others of its letter.
+    size = call.channels.size
+    layouts: dict[str, Layout] = {}
+    for term, operand in zip(terms, tensors, strict=True):
         for letter, layout in zip(term, operand.dims, strict=True):
-            if letter in found and call.channels.size(layout) != 1 and call.channels.size(found[letter]) != 1:
-                call.channels.join(found[letter], layout)
-            elif call.channels.size(found.get(letter, fixed(1))) == 1:
-                found[letter] = layout
-    summed = [letter for letter in found if letter not in result]
+            if letter not in layouts or size(layouts[letter]) == 1:
+                layouts[letter] = layout
+            elif size(layout) != 1:
+                call.channels.join(layouts[letter], layout)
+
+    # The letters that are summed away: as a product where both tensors have them, else one tensor alone.
     call.flow = Flow.CONTRACTS
-    last = tensors[-1]
+    summed = [letter for letter in layouts if letter not in result]
+    summed_products = [letter for letter in summed if len(tensors) == 2 and all(letter in term for term in terms)]
+    first, last = tensors[0], tensors[-1]
     for letter in summed:
-        dim = terms.split(",")[-1].find(letter)
-        in_both = len(tensors) == 2 and dim >= 0 and letter in terms.split(",")[0]
-        holder = last if dim >= 0 else tensors[0]
-        call.contracts(tensors[0] if in_both else holder, last if in_both else None, max(dim, 0), found[letter])
+        dim = terms[-1].find(letter)
+        if letter in summed_products:
+            call.contracts(first, last, dim, layouts[letter])
+        elif dim >= 0:
+            call.contracts(last, None, dim, layouts[letter])
+        else:
+            call.contracts(first, None, 0, layouts[letter])
+
+    if summed_products:  # letters of one factor alone are summed before
+        multiplied = [layout for letter, layout in layouts.items() if letter in result or letter in summed_products]
+        call.costs("einsum", 1, *multiplied)
     if len(tensors) == 2:
-        both = [letter for letter in summed if all(letter in term for term in terms.split(","))]
-        if both:  # letters of one factor alone are summed before
-            call.costs("einsum", 1, *(layout for letter, layout in found.items() if letter in result or letter in both))
-        call.writes(*found.values())
-    return [tuple(found[letter] for letter in result)]
+        call.writes(*layouts.values())
+    return [tuple(layouts[letter] for letter in result)]
 
 
 def attention(call: Call) -> list[Dims]:
@@ -167,11 +185,13 @@ def batch_norm(call: Call) -> list[Dims]:
 
 def layer_norm(call: Call) -> list[Dims]:
     """Statistics over the last dims, so that channels depend on each other."""
-    x, rank = call["input"], len(call["normalized_shape"])
+    x = call["input"]
+    rank = len(call["normalized_shape"])
     last = x.dims[-rank:]
     for operand in (call["weight"], call["bias"]):
-        for mine, its in zip(last, operand.dims if isinstance(operand, Operand) else (), strict=False):
-            call.channels.join(mine, its)
+        if isinstance(operand, Operand):
+            for layout, of_parameter in zip(last, operand.dims, strict=False):
+                call.channels.join(layout, of_parameter)
     for layout in last:
         call.mixes(layout, "LayerNorm mixes its channels")
     call.describes(normalized_shape=last)
@@ -209,10 +229,11 @@ def prelu(call: Call) -> list[Dims]:
 def spatial(call: Call) -> list[Dims]:
     """Pools, resizes and borders: batch and channels pass."""
     x = call.x
-    lead = len(x.dims) - next(int(letter) for letter in call.op.name if letter.isdigit())  # max_pool2d
+    pooled_dims = next(int(letter) for letter in call.op.name if letter.isdigit())  # max_pool2d
+    lead = len(x.dims) - pooled_dims
     for layout in x.dims[lead:]:
         call.fix(layout, "pooled or resized along it")
-    return [(*x.dims[:lead], *(fixed(size) for size in shape[lead:])) for shape in call.out_shapes]
+    return [(*x.dims[:lead], *map(fixed, shape[lead:])) for shape in call.out_shapes]
 
 
 def grid_sample(call: Call) -> list[Dims]:
@@ -221,32 +242,44 @@ def grid_sample(call: Call) -> list[Dims]:
     for layout in (*x.dims[2:], *grid.dims[1:]):
         call.fix(layout, "pixels are picked along it")
     call.channels.join(x.dims[0], grid.dims[0])
-    return [(*x.dims[:2], *(fixed(size) for size in call.out_shapes[0][2:]))]
+    return [(*x.dims[:2], *map(fixed, call.out_shapes[0][2:]))]
 
 
 def reduce(call: Call) -> list[Dims]:
     """Some dims vanish. Zeros may be summed over; other reductions see them, so the dim is unprunable."""
     if isinstance(call["other"], Operand):
         return pointwise(call)
-    x, rank = call.x, len(call.x.dims)
-    given = call["dim"]
-    gone = list(range(rank)) if given is None or given == [] else [given] if isinstance(given, int) else given
-    gone = [dim % rank for dim in gone] if rank else []
+    x = call.x
+    rank = len(x.dims)
+    reduced = [dim % rank for dim in _chosen_dims(call["dim"], rank)]
     call.flow = Flow.KEEPS if call.op.name in _ZERO_OF_ZEROS else Flow.LOSES
-    for dim in gone:
+    for dim in reduced:
         if call.op.name == "sum":
             call.contracts(x, None, 0, x.dims[dim])
         else:
             call.fix(x.dims[dim], f"{call.op.name} is taken over it")
-    keep = bool(call["keepdim"])
-    dims = tuple(fixed(1) if dim in gone else x.dims[dim] for dim in range(rank) if keep or dim not in gone)
-    return [dims] * len(call.out_shapes)
+    dims: list[Layout] = []
+    for dim, layout in enumerate(x.dims):
+        if dim not in reduced:
+            dims.append(layout)
+        elif call["keepdim"]:
+            dims.append(fixed(1))
+    return [tuple(dims)] * len(call.out_shapes)
+
+
+def _chosen_dims(argument: int | Sequence[int] | None, rank: int) -> Sequence[int]:
+    """The dims that an argument names: one, several, or all if there is none."""
+    if rank == 0:
+        return []
+    if isinstance(argument, int):
+        return [argument]
+    return argument or range(rank)
 
 
 def along(call: Call) -> list[Dims]:
     """Entries of some dims, or of all, see each other, change places or are picked: these dims are unprunable."""
-    given = call["dim"] if call["dims"] is None else call["dims"]
-    chosen = [given] if isinstance(given, int) else given or range(len(call.x.dims))
+    argument = call["dim"] if call["dims"] is None else call["dims"]
+    chosen = _chosen_dims(argument, len(call.x.dims))
     return [call.fixing(chosen, f"{call.op.name} is taken along it")] * len(call.out_shapes)
 
 
@@ -297,11 +330,11 @@ def repeat(call: Call) -> list[Dims]:
     shape = call.out_shapes[0]
     out = [fixed(1)] * (len(shape) - len(call.x.dims)) + list(call.x.dims)
     for dim, size in enumerate(shape):
-        have = call.channels.size(out[dim])
-        if have == 1 and size != 1:
+        old_size = call.channels.size(out[dim])
+        if old_size == 1 and size != 1:
             out[dim] = call.channels.fresh(size)
-        elif have != size:
-            out[dim] = call.channels.multiply(fixed(size // have), out[dim])
+        elif old_size != size:
+            out[dim] = call.channels.multiply(fixed(size // old_size), out[dim])
     if call["size"] is not None:
         call.follows("size", out)
     return [tuple(out)]
@@ -311,7 +344,9 @@ def repeat_interleave(call: Call) -> list[Dims]:
     """Copies of each entry of a dim."""
     if call["dim"] is None:
         return unknown(call)
-    return [_replaced(call, call["dim"], call.channels.multiply(call.x.dims[call["dim"]], fixed(call["repeats"])))]
+    dim = call["dim"]
+    repeated = call.channels.multiply(call.x.dims[dim], fixed(call["repeats"]))
+    return [_replaced(call, dim, repeated)]
 
 
 def _replaced(call: Call, dim: int, layout: Layout) -> Dims:
@@ -347,13 +382,13 @@ def split(call: Call) -> list[Dims]:
     dim = call["dim"] % len(call.x.dims)
     sizes = [shape[dim] for shape in call.out_shapes]
     pieces = call.channels.divide(call.x.dims[dim], sizes)
-    listed = [name for name in ("split_size", "split_sizes") if isinstance(call[name], (list, tuple))]
-    if listed:
-        call.follows(listed[0], pieces)
+    lists = [name for name in ("split_size", "split_sizes") if isinstance(call[name], (list, tuple))]
+    if lists:
+        call.follows(lists[0], pieces)
     if len(set(sizes)) == 1:
         for piece in pieces[1:]:
             call.channels.join(pieces[0], piece)
-    elif not listed:
+    elif not lists:
         call.fix(call.x.dims[dim], "it is split into unequal pieces by their number")
     if isinstance(call["split_size"], int):
         call.follows("split_size", pieces[:1])
@@ -369,38 +404,45 @@ def unbind(call: Call) -> list[Dims]:
 
 def slice_(call: Call) -> list[Dims]:
     """A range of a dim."""
-    dim, out_size = call["dim"] % len(call.x.dims), call.out_shapes[0][call["dim"]]
+    dim = call["dim"] % len(call.x.dims)
     size = call.x.shape[dim]
-    start = call["start"] or 0
-    start = min(size, max(0, start + size if start < 0 else start))
+    out_size = call.out_shapes[0][call["dim"]]
     if out_size == size:
         return [call.x.dims]
     if (call["step"] or 1) != 1:
         return [call.fixing([dim], "every n-th entry is taken")]
-    pieces = call.channels.divide(call.x.dims[dim], [start, out_size, size - start - out_size])
+
+    start = call["start"] or 0
+    if start < 0:
+        start += size
+    start = min(size, max(0, start))
+    before, taken, after = call.channels.divide(call.x.dims[dim], [start, out_size, size - start - out_size])
     if start and call["start"] > 0:
-        call.follows("start", pieces[:1])
+        call.follows("start", [before])
     elif start:  # y[:, -8:-4] begins where it should only if no channel behind it is dropped
-        call.follows("start", [(*pieces[1], *pieces[2])], from_end=True)
-    elif not start and isinstance(call["end"], int) and 0 < call["end"] < size:
-        call.follows("end", pieces[1:2])
-    return [_replaced(call, dim, pieces[1])]
+        call.follows("start", [(*taken, *after)], from_end=True)
+    elif isinstance(call["end"], int) and 0 < call["end"] < size:
+        call.follows("end", [taken])
+    return [_replaced(call, dim, taken)]
 
 
 def index(call: Call) -> list[Dims]:
     """Entries by a table of indices: those dims are unprunable, the others pass."""
     x, tables = call.x, call["indices"]
-    where = [dim for dim, table in enumerate(tables) if table is not None]
-    if not where or any(tables[dim].dtype in (torch.bool, torch.uint8) for dim in where):
+    chosen = [dim for dim, table in enumerate(tables) if table is not None]
+    if not chosen or any(tables[dim].dtype in (torch.bool, torch.uint8) for dim in chosen):
         return unknown(call)
-    for dim in where:
+    for dim in chosen:
         call.fix(x.dims[dim], "its entries are picked by index")
+
+    # The dims of the tables stand where the chosen ones were, or in front if those were not side by side.
     shape = call.out_shapes[0]
-    rank = len(shape) - (len(x.dims) - len(where))
-    together = where == list(range(where[0], where[-1] + 1))
-    at = where[0] if together else 0
-    rest = [layout for dim, layout in enumerate(x.dims) if dim not in where]
-    return [(*rest[:at], *(fixed(size) for size in shape[at : at + rank]), *rest[at:])]
+    passing = [layout for dim, layout in enumerate(x.dims) if dim not in chosen]
+    table_rank = len(shape) - len(passing)
+    are_neighbors = chosen == list(range(chosen[0], chosen[-1] + 1))
+    at = chosen[0] if are_neighbors else 0
+    picked = map(fixed, shape[at : at + table_rank])
+    return [(*passing[:at], *picked, *passing[at:])]
 
 
 def embedding(call: Call) -> list[Dims]:
@@ -411,23 +453,26 @@ def embedding(call: Call) -> list[Dims]:
 
 def pad(call: Call) -> list[Dims]:
     """Zeros around a dim are new channels; with other values the dim is unprunable."""
-    plain = call.op.name == "constant_pad_nd" or call["mode"] in (None, "constant")
-    zeros = plain and not call["value"]
-    call.flow = Flow.PADS if zeros or not plain else Flow.LOSES
-    dims, added = list(call.x.dims), list[Literal]()
+    is_constant = call.op.name == "constant_pad_nd" or call["mode"] in (None, "constant")
+    adds_zeros = is_constant and not call["value"]
+    call.flow = Flow.PADS if adds_zeros or not is_constant else Flow.LOSES
+    dims = list(call.x.dims)
+    literals: list[Literal] = []
     for back in range(len(call["pad"]) // 2):
-        before, after = call["pad"][2 * back : 2 * back + 2]
+        sizes = call["pad"][2 * back : 2 * back + 2]  # before and after the dim; the last dim has the first pair
         dim = len(dims) - 1 - back
-        if not before and not after:
+        if not any(sizes):
             continue
-        if zeros and min(before, after) >= 0 and call.channels.atoms(dims[dim]):
-            sides = [call.channels.fresh(size) if size else () for size in (before, after)]
-            dims[dim] = sides[0] + dims[dim] + sides[1]
-            added += [Literal("pad", 2 * back + at, side) for at, side in enumerate(sides) if side]
+        if adds_zeros and min(sizes) >= 0 and call.channels.atoms(dims[dim]):
+            before, after = (call.channels.fresh(size) if size else () for size in sizes)
+            dims[dim] = before + dims[dim] + after
+            for position, side in enumerate((before, after)):
+                if side:
+                    literals.append(Literal("pad", 2 * back + position, side))
         else:
             call.fix(dims[dim], "padded or cropped")
             dims[dim] = fixed(call.out_shapes[0][dim])
-    call.facts.literals[call.number] = added
+    call.facts.literals[call.number] = literals
     return [tuple(dims)]
 
 
@@ -441,7 +486,7 @@ def col2im(call: Call) -> list[Dims]:
     """Overlapping patches are added up: the opposite of im2col."""
     channels, patch = call.channels.factor(call.x.dims[1], call.out_shapes[0][1])
     call.fix(patch, "positions in a patch")
-    return [(call.x.dims[0], channels, *(fixed(size) for size in call.out_shapes[0][2:]))]
+    return [(call.x.dims[0], channels, *map(fixed, call.out_shapes[0][2:]))]
 
 
 def view_as_complex(call: Call) -> list[Dims]:
@@ -466,14 +511,14 @@ def pixel_shuffle(call: Call) -> list[Dims]:
     block = call["upscale_factor"] ** 2
     outer, inner = call.channels.factor(call.x.dims[-3], call.x.shape[-3] // block)
     call.fix(inner, "it becomes pixels")
-    return [(*call.x.dims[:-3], outer, *(fixed(size) for size in call.out_shapes[0][-2:]))]
+    return [(*call.x.dims[:-3], outer, *map(fixed, call.out_shapes[0][-2:]))]
 
 
 def pixel_unshuffle(call: Call) -> list[Dims]:
     """Pixels become channels in blocks."""
     block = fixed(call["downscale_factor"] ** 2)
     outer = call.channels.multiply(call.x.dims[-3], block)
-    return [(*call.x.dims[:-3], outer, *(fixed(size) for size in call.out_shapes[0][-2:]))]
+    return [(*call.x.dims[:-3], outer, *map(fixed, call.out_shapes[0][-2:]))]
 
 
 def channel_shuffle(call: Call) -> list[Dims]:
@@ -571,8 +616,14 @@ def _overloads(names: str) -> Iterable[Func]:
     for name in names.split():
         packet_name, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, packet_name, None)
-        for found in [overload] if overload else packet.overloads() if packet is not None else []:
-            yield getattr(packet, found)
+        if packet is None:
+            overloads = []
+        elif overload:
+            overloads = [overload]
+        else:
+            overloads = packet.overloads()
+        for each in overloads:
+            yield getattr(packet, each)
 
 
 RULES: dict[Func, Rule] = {func: _keeping(rule) for rule, names in _KEEPING.items() for func in _overloads(names)}
@@ -581,8 +632,16 @@ RULES |= {func: rule for rule, names in _OTHERS.items() for func in _overloads(n
 
 def find_rule(func: Func, rules: Mapping[Func, Rule]) -> Rule | None:
     """The rule of an op or of its out-of-place twin, else `pointwise` if torch tags the op so."""
-    name, overload = func._schema.name.split("::")[1], func._overloadname
-    twin = getattr(getattr(torch.ops.aten, name[:-1], None), overload, None) if name.endswith("_") else None
-    candidates: list[Func] = [func] if twin is None else [func, twin]
-    tagged = pointwise if any(torch.Tag.pointwise in candidate.tags for candidate in candidates) else None
-    return next((rules[candidate] for candidate in candidates if candidate in rules), tagged)
+    candidates: list[Func] = [func]
+    name = func._schema.name.split("::")[1]
+    if name.endswith("_"):
+        packet = getattr(torch.ops.aten, name[:-1], None)
+        twin = getattr(packet, func._overloadname, None)
+        if twin is not None:
+            candidates.append(twin)
+    for candidate in candidates:
+        if candidate in rules:
+            return rules[candidate]
+    if any(torch.Tag.pointwise in candidate.tags for candidate in candidates):
+        return pointwise
+    return None

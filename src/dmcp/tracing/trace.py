@@ -216,8 +216,8 @@ def wrong_dtype(model: nn.Module, example: Any) -> str:
     if not weight_dtypes or not example_dtypes.isdisjoint(weight_dtypes):
         return ""
     needed = _dtype_names(weight_dtypes)
-    given = _dtype_names(example_dtypes)
-    return f"{given}, the weights of the model {needed}: convert it, and scale bytes of images as the model expects"
+    actual = _dtype_names(example_dtypes)
+    return f"{actual}, the weights of the model {needed}: convert it, and scale bytes of images as the model expects"
 
 
 def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
@@ -229,7 +229,7 @@ def _describe_branches(recordings: Sequence[Recording]) -> str:
     modules: list[str] = []
     for recording in recordings:
         for read in recording.reads:
-            depends_on_input = not recording.own.keys() >= set(read.values)
+            depends_on_input = not recording.from_weights.keys() >= set(read.values)
             if depends_on_input and read.where not in modules:
                 modules.append(read.where)
     if not modules:
@@ -321,7 +321,7 @@ def _fix_values_in_python(coupling: Coupling) -> None:
                 for layout in within.layouts[value]:
                     coupling.channels.fix(layout, f"its values are read by {read.way} ({read.where})")
         for op in within.recording.seeded:
-            reason = f"random numbers seeded in forward go by its size ({op.name} at {op.path or 'the top'})"
+            reason = f"random numbers seeded in forward depend on its size ({op.name} at {op.path or 'the top'})"
             for out in op.outs:
                 if out is None:
                     continue
@@ -581,7 +581,7 @@ def _value_shares(recording: Recording, batch: int | None, sample: Recording | N
     for value, shape in enumerate(recording.shapes):
         if sample is not None:
             shares[value] = Fraction(math.prod(sample.shapes[value]), max(1, math.prod(shape)))
-        elif batch is None or value in recording.own:
+        elif batch is None or value in recording.from_weights:
             shares[value] = Fraction(1)
         else:
             shares[value] = Fraction(1, batch)

@@ -239,7 +239,7 @@ class _LossWatch(TorchFunctionMode):
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.outputs = outputs
-        self.known = list(enumerate(outputs))  # with conversions of outputs
+        self.numbered = list(enumerate(outputs))  # with conversions of outputs, which have the output's number
         self.calls: list[_LossCall] = []
         self.softmaxes: set[int] = set()  # outputs with a softmax along dim 1
 
@@ -254,7 +254,7 @@ class _LossWatch(TorchFunctionMode):
         elif function in _CONVERSIONS:
             index = self._find(next(iter([*args, *kwargs.values()])))
             if index is not None:
-                self.known.append((index, result))
+                self.numbered.append((index, result))
         return result
 
     def terms(self, value: Tensor) -> list[Term]:
@@ -304,13 +304,14 @@ class _LossWatch(TorchFunctionMode):
 
     def _find(self, tensor: Tensor) -> int | None:
         """The output that the tensor is, or is all of in another shape."""
-        for index, known in self.known:
-            if tensor is known:
+        for index, output in self.numbered:
+            if tensor is output:
                 return index
         base = tensor._base
         if base is None:
             return None
-        for index, known in self.known:
-            if (base is known or base is known._base) and tensor.numel() == known.numel() == base.numel():
+        for index, output in self.numbered:
+            is_view = base is output or base is output._base
+            if is_view and tensor.numel() == output.numel() == base.numel():
                 return index
         return None

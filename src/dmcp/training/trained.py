@@ -160,7 +160,7 @@ def _beats_shuffled(model: nn.Module, loader: Loader, metric: Metric) -> bool:
         if not trained:
             verdict = "not trained"
         scores = f"{sign * score:.4g}, at best {sign * best:.4g} with shuffled weights"
-        _LOG.info("By its metric the network counts as %s: %s.", verdict, scores)
+        _LOG.info("Judged by its metric, the network is %s: %s.", verdict, scores)
     return trained
 
 
