@@ -61,6 +61,13 @@ def quick_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches and trainings whose length is not set take twenty steps; what `prune` chooses takes most of a minute."""
+    monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 20)
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
+
+
+@pytest.fixture
 def runs_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dmcp compare` fills a folder from this process, in tmp_path: new processes would mostly import torch."""
 

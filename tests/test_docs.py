@@ -33,13 +33,11 @@ REFERENCES = sorted({it for name in OURS for it in re.findall(r"`([\w/]+\.py)::(
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    # as many steps as `prune` chooses by itself would take most of a minute
-    monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 20)
-    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
     names: dict[str, Any] = {"__name__": page}
     with torch.random.fork_rng([]), warnings.catch_warnings():
         torch.manual_seed(0)

@@ -74,12 +74,11 @@ def test_the_notebook_of_several_budgets_runs(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "digits.onnx").stat().st_size > 0
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_the_notebook_of_segmentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code as it is, but for the length of search and trainings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pyplot, "show", lambda: None)
-    monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 20)
-    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dmcp.retraining.DivergenceWarning)  # it has learned next to nothing

@@ -83,6 +83,7 @@ def test_the_result_says_how_fast_it_is() -> None:
     assert without.speeds[0].unpruned_ms > 0
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_with_a_limit_on_latency_its_own_measurement_counts() -> None:
     model, _ = traced_residual()
     count = lambda net: sum(parameter.numel() for parameter in net.parameters()) / 1000  # noqa: E731

@@ -150,8 +150,8 @@ def tensors(part: Any) -> list[tuple[Tensor, Tensor]]:
     return [(images.clone(), labels) for images, labels in make_loader(part, 128, False)]
 
 
-def test_digits_within_a_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
+@pytest.mark.usefixtures("few_steps")
+def test_digits_within_a_point() -> None:
     model, graph = trained()
     digits = load("digits")
     rest, held_out = split(digits.train, 0.2)
@@ -238,6 +238,7 @@ def test_only_the_chosen_network_is_warned_of(monkeypatch: pytest.MonkeyPatch) -
     assert result.within and len(result.within.candidates) > 1 and len(caught) == 1
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_a_search_begins_with_a_budget_that_is_reachable() -> None:
     """Where half the cost is out of reach, as with a constant time, nobody has asked for half."""
     model, graph = trained()
@@ -258,8 +259,7 @@ NET = ("--model", "digits:resnet", "--model-args", "width=8", "--data", "digits"
 
 
 @pytest.fixture
-def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
+def weights(few_steps: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     model, graph = trained()
     dmcp.save(model, graph.full, "given")
