@@ -145,7 +145,7 @@ def main() -> None:
         search=dmcp.SearchConfig(budget="50%", epochs=options.search, seed=options.seed),
         train=dmcp.TrainConfig(epochs=options.epochs, seed=options.seed),
         teacher=model if options.teacher else None,
-        baselines=["original", "uniform"],
+        baselines=["original", "uniform"] if options.method == "dmcp" else ["original"],
         task=dmcp.Task(loss=PixelLoss(labels), metric=MeanIoU(), distill="classes"),
     )
     facts = {
