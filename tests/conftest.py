@@ -62,9 +62,10 @@ def quick_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches and trainings whose length is not set take twenty steps; what `prune` chooses takes most of a minute."""
+    """Searches and trainings whose length is not set are short; what `prune` chooses takes most of a minute."""
     monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 20)
     monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (20, 20))
+    monkeypatch.setattr("dmcp.defaults._FINETUNE_EPOCHS", 2)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from torch import nn
 
 def build(num_classes=2, kernel=3):
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
-    return nn.Sequential(nn.Conv2d(3, 8, kernel), nn.BatchNorm2d(8), nn.ReLU(), head)
+    return nn.Sequential(nn.Conv2d(3, 8, kernel, stride=kernel // 3), nn.BatchNorm2d(8), nn.ReLU(), head)
 """
 
 
@@ -170,8 +170,8 @@ def test_an_own_network_gets_images_of_one_size_as_they_are(here: Path, monkeypa
         assert job.config.input == shape and job.reasons["input"].startswith(f"{shape}: ")
         is_mixed = len(set(sizes)) > 1
         assert any(shape in note for note in job.notes) == (is_mixed and shape != "3x224x224")
-        assert command("latency", "--model", "my_small_net:build", "--model-args", *args, "--data", data) == 2
-        assert measured.call_args.args[2].input_shape == job.data.shape  # a table is for the same input
+    assert command("latency", "--model", "my_small_net:build", "--model-args", *args, "--data", data) == 2
+    assert measured.call_args.args[2].input_shape == job.data.shape  # a table is for the same input
 
 
 def test_what_is_odd_about_the_data_is_said_once(here: Path, capsys: Capture) -> None:

@@ -78,9 +78,9 @@ def trained() -> tuple[nn.Module, ChannelGraph, list[Any]]:
 
 def test_a_trained_model_teaches_itself_and_an_untrained_one_learns_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmcp.defaults._MIN_STEPS", 1)
-    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (30, 40))
+    monkeypatch.setattr("dmcp.defaults._SEARCH_STEPS", (5, 5))
     model, _, loaders = trained()
-    short = {"train": TrainConfig(epochs=1, warmup_epochs=0), "search": SearchConfig(budget="50%", epochs=2)}
+    short = {"train": TrainConfig(epochs=1, warmup_epochs=0), "search": SearchConfig(budget="50%", epochs=1)}
     fresh = dmcp.prune(models.build("digits:resnet", width=8), *loaders, **short)
     assert [row.name for row in fresh.rows] == [UNPRUNED, DMCP] and TRAINED_FIRST in fresh.origin
     seen: list[dmcp.Event] = []
@@ -164,7 +164,7 @@ def test_frozen_channels_are_those_of_the_search(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("dmcp.pruning.search_widths", spy)
     images = TensorDataset(torch.randn(60, *Residual.SHAPE), torch.arange(60) % 5)
-    for start in range(4):
+    for start in range(2):
         loader = DataLoader(images, 2, shuffle=True, generator=torch.Generator().manual_seed(start))
         result = prune(model, loader, search=replace(SEARCH, sort=True), retrain="scratch", teacher=None)
         assert torch.equal(result.model.stem.weight, searched[-1][: result.widths["stem"]])

@@ -26,7 +26,7 @@ TRAIN = dmcp.TrainConfig(epochs=1, lr=1e-30, warmup_lr=1e-30, seed=0)  # the wei
 @pytest.fixture(scope="module")
 def trained() -> nn.Module:
     torch.manual_seed(0)
-    model = build("digits:resnet")
+    model = build("digits:resnet", width=8)
     dmcp.train(model, make_loader(load("digits").train, 64, train=True), dmcp.TrainConfig(epochs=1))
     return model
 
