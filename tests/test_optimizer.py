@@ -189,6 +189,8 @@ def test_the_search_takes_the_same_optimizer_as_the_training(trained: bool) -> N
             search, TrainConfig(), Retrain.FINETUNE, trained=trained, images=10**6, batch=32, suits_sgd=suits_sgd
         )
         assert found.search.min_lr == pytest.approx(found.search.lr / 10)
+        blames_sgd = "no rate of sgd" in found.reasons.get("search_lr", "")
+        assert blames_sgd == (not suits_sgd and not settings)  # whoever sets the optimizer knows why
         return found.search.optimizer, found.search.lr
 
     assert chosen(True) == (Optimizer.SGD, 0.04 if trained else 0.2)

@@ -258,8 +258,10 @@ def _choose_search_optimizer(search: SearchConfig, circumstances: _Circumstances
 def _choose_search_rate(search: SearchConfig, circumstances: _Circumstances) -> _Choice:
     """The rate suits the optimizer; with SGD, it follows whether the network is trained, and the number of images."""
     optimizer = search.optimizer or _choose_search_optimizer(search, circumstances)
-    if optimizer is Optimizer.ADAMW:
+    if optimizer is Optimizer.ADAMW and search.optimizer is None:
         return _Choice(_ADAMW_RATE, f"{_ADAMW_RATE:g} of adamw: {_WHY_ADAMW}")
+    if optimizer is Optimizer.ADAMW:
+        return _Choice(_ADAMW_RATE, f"{_ADAMW_RATE:g}: the usual rate of adamw")
     if circumstances.trained:
         rate = _TRAINED_SEARCH["lr"]
         why = "small steps keep what the trained network knows"
