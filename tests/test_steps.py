@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dmcp.defaults import resolve_search
 from dmcp.searching.budget import parse_budget
-from dmcp.searching.steps import StepContext, arch_step, weight_step
+from dmcp.searching.steps import StepContext, add_size, arch_step, mean_size, weight_step
 from dmcp.searching.subnets import make_chains
 from dmcp.settings import Sampling, SearchConfig
 
@@ -201,6 +201,18 @@ def test_a_loss_that_was_always_zero_keeps_its_gradient() -> None:
     gradient = step_gradient(context, batches[:1])
     own = replace(context, loss_sizes=context.net.alpha.new_zeros(2))
     assert torch.equal(step_gradient(own, batches[:1]), gradient) and gradient.abs().max() > 0.001
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_does_not_count_in_the_mean_size(bad: float) -> None:
+    """A loop of the user's own may skip such a step and go on."""
+    sizes = torch.zeros(2)
+    for value in (1000.0, bad, -500.0):
+        add_size(sizes, torch.tensor(value))
+    assert mean_size(sizes) == 750
+    only_bad = torch.zeros(2)
+    add_size(only_bad, torch.tensor(bad))
+    assert mean_size(only_bad) == 1
 
 
 def equations(net: Any, batch: Any, misprinted: bool = False) -> Tensor:

@@ -188,20 +188,23 @@ def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward
 
 
 def add_size(loss_sizes: Tensor, loss: Tensor) -> None:
-    """Add the size of a loss, which may be negative, to those of earlier steps, in place. (2,), ()"""
-    loss_sizes[0] += loss.abs()
-    loss_sizes[1] += 1
+    """Add the size of a loss, which may be negative, to those of earlier steps, in place. (2,), ()
+
+    A loss that is not finite is left out, since a loop of the user's own may skip such a step and go on.
+    """
+    loss_sizes[0] += loss.abs().nan_to_num(nan=0.0, posinf=0.0)
+    loss_sizes[1] += loss.isfinite()
 
 
 def mean_size(loss_sizes: Tensor) -> Tensor:
     """The mean size of a loss; 1 if it has always been zero. (2,) -> ()
 
-    It is the mean over all steps, since dividing by the loss of one step would make a huge gradient where that is near
-    zero. A loss of size 1 keeps its gradient: cross-entropy has sizes of 0.6 to 4.6 in the searches that chose the
-    defaults (experiments/REPORT.md, "units").
+    It is the mean over all steps so far, since dividing by the loss of one step would make a huge gradient where that
+    is near zero. The first step has only its own loss to be divided by. A loss of size 1 keeps its gradient:
+    cross-entropy has sizes of 0.6 to 4.6 in the searches that chose the defaults (experiments/REPORT.md, "units").
     """
     total, steps = loss_sizes.unbind()
-    return torch.where(total > 0, total, steps) / steps
+    return torch.where(total > 0, total / steps, torch.ones_like(total))
 
 
 def as_loss(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
