@@ -69,6 +69,16 @@ def test_other_methods_have_columns_once_they_have_rows() -> None:
     assert f"`{COMMAND} torch-pruning`" in commands
 
 
+def test_each_line_has_the_cut_that_its_training_began_from() -> None:
+    """A later search of the same network finds other widths."""
+    rows = [row("dmcp", "original", 0, 0.9)]
+    for command, cut, score, epochs in (("first", 0.3, 0.7, 40), ("second", 0.4, 0.8, 60)):
+        rows += [row("dmcp", page.CUT, 0, cut, command=command, epochs=0, taught=False)]
+        rows += [row("dmcp", "dmcp", 0, score, command=command, epochs=epochs)]
+    scores = page.tables(rows, []).split("\n\n")[0]
+    assert "| 30.0 | 70.0 |" in scores and "| 40.0 | 80.0 |" in scores
+
+
 def test_a_network_that_is_trained_here_has_its_command_too() -> None:
     facts = {"command": "python train.py", "epochs": 80, "taught": False}
     rows = [row("original", "original", 0, 0.9, **facts), row("dmcp", "dmcp", 0, 0.8)]

@@ -94,6 +94,12 @@ def select(rows: Sequence[Row], setting: Setting, row: str, method: str) -> list
     return list(found.values())
 
 
+def cuts(rows: Sequence[Row], setting: Setting, method: str) -> list[Row]:
+    """The networks right after the cut: those that were fine-tuned then, since each search finds its own widths."""
+    commands = {row["command"] for row in trained(rows, setting, method)}
+    return select([row for row in rows if row["command"] in commands], setting, CUT, method)
+
+
 def trained(rows: Sequence[Row], setting: Setting, method: str) -> list[Row]:
     """The fine-tuned networks of a method; uniform widths are trained beside those of the search."""
     return select(rows, setting, method, "dmcp" if method == "uniform" else method)
@@ -131,7 +137,7 @@ def _scores(rows: Sequence[Row], speeds: Sequence[Row], settings: Sequence[Setti
         for score in SCORES:
             if score.test != setting.test:
                 continue
-            shown = [original, *(select(rows, setting, CUT, method) for method in PRUNES)]
+            shown = [original, *(cuts(rows, setting, method) for method in PRUNES)]
 
             def value(row: Row, score: Score = score) -> float | None:
                 return None if score.key not in row else score.factor * row[score.key]
@@ -176,6 +182,8 @@ def _shown(command: str) -> str:
 def _table(lines: Sequence[Sequence[str]]) -> str:
     """The lines below their head, without columns that are empty."""
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    if not columns:
+        return ""
     head, *rest = ("| " + " | ".join(cells) + " |" for cells in zip(*columns, strict=True))
     return "\n".join([head, "|" + "---|" * len(columns), *rest])
 
