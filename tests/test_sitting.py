@@ -11,6 +11,7 @@ import subprocess
 import tarfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,14 @@ a-good 20 echo $NUMBER $RESULTS
 a-bad 20 bash -c 'exit 3'
 a-slow 1 sleep 30
 b-other 20 echo no
+d-first 60 sleep 60
+d-second 20 echo no
 """
 
 
-def test_jobs_go_on_by_themselves_and_say_how_they_ended(tmp_path: Path) -> None:
+@pytest.fixture
+def sitting(tmp_path: Path) -> Callable[..., str]:
+    """Runs sitting.sh in a place of its own and returns what it prints."""
     (tmp_path / "repo/experiments/sitting").mkdir(parents=True)
     (tmp_path / "res").mkdir()
     (tmp_path / "out").mkdir()
@@ -122,14 +127,23 @@ def test_jobs_go_on_by_themselves_and_say_how_they_ended(tmp_path: Path) -> None
     (tmp_path / "jobs.txt").write_text(JOBS)
     places = {"ROOT": str(tmp_path), "OUT": str(tmp_path / "out"), "NUMBER": "7"}
 
-    def sitting(*words: str) -> str:
+    def run(*words: str) -> str:
         command = ["bash", str(script), *words]
         return subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | places).stdout
 
+    return run
+
+
+def wait_for(file: Path) -> None:
+    """A job that runs has written its process into this file."""
+    while not file.exists() or not file.read_text():
+        time.sleep(0.05)
+
+
+def test_jobs_go_on_by_themselves_and_say_how_they_ended(tmp_path: Path, sitting: Callable[..., str]) -> None:
     assert sitting("queue", str(tmp_path / "jobs.txt"), "2", "a-") == "3 jobs are queued, 2 at a time\n"
     sitting("start", "c-long", "60", "sleep", "60")
-    while not (tmp_path / "res/c-long.running").read_text():
-        time.sleep(0.1)
+    wait_for(tmp_path / "res/c-long.running")
     assert "runs: c-long" in sitting("poll")
     sitting("stop", "c-long")
     lines = sitting("poll", "60").splitlines()
@@ -139,6 +153,16 @@ def test_jobs_go_on_by_themselves_and_say_how_they_ended(tmp_path: Path) -> None
     assert not [line for line in lines if line.startswith(("runs", "waits", "b-other"))]
     with tarfile.open(tmp_path / "out/res.tgz") as tar:
         assert {"./a-good.txt", "./a-bad.txt", "./a-slow.txt", "./c-long.txt"} < set(tar.getnames())
+
+
+def test_jobs_that_wait_are_taken_out_of_the_queue(tmp_path: Path, sitting: Callable[..., str]) -> None:
+    sitting("queue", str(tmp_path / "jobs.txt"), "1", "d-")
+    wait_for(tmp_path / "res/d-first.running")
+    sitting("stop", "d-*")
+    time.sleep(0.5)  # the queue goes on
+    lines = sitting("poll").splitlines()
+    assert any("END d-first: code 143" in line for line in lines)
+    assert not [line for line in lines if "d-second" in line or line.startswith(("runs", "waits"))]
 
 
 def test_the_queue_of_the_sitting_has_commands_that_exist() -> None:

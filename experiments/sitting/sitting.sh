@@ -5,11 +5,11 @@
 #   sitting.sh here NAME SECONDS COMMAND    run and wait, for what needs the device for itself
 #   sitting.sh start NAME SECONDS COMMAND   run in the background: it goes on when the call has ended
 #   sitting.sh queue FILE JOBS [NAMES]      the lines NAME SECONDS COMMAND of FILE in the background, JOBS at a time
-#   sitting.sh stop NAME                    end a job that runs
+#   sitting.sh stop NAME ...                end jobs that run, and take those that wait out of the queue; 'd-*' names several
 #   sitting.sh poll [SECONDS]               wait until all jobs are done, at most so long; bring everything back
 #
-# COMMAND is a single one, without ; or &&. It runs in the copy of the checkout and finds $RES, where what comes back is,
-# and $RESULTS, a file of rows of its own. At its limit it gets SIGTERM once: a second one has broken other jobs of MPS.
+# COMMAND is a single one, without ; or &&. It runs in the copy of the checkout. $RES is the folder that comes back, and
+# $RESULTS is a file of rows there, one for each job. At its limit a job gets SIGTERM, and SIGKILL 20 seconds later.
 set -euo pipefail
 ROOT=${ROOT:-/root}
 OUT=${OUT:-$ROOT/out}
@@ -18,12 +18,15 @@ RES=$ROOT/res
 SCRIPT=$REPO/experiments/sitting/sitting.sh
 export ROOT REPO RES PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MPLBACKEND=agg
 export PYTHONPATH=$REPO/src:$REPO:$REPO/build/packages${PYTHONPATH:+:$PYTHONPATH}
+export YOLO_OFFLINE=true YOLO_AUTOINSTALL=false YOLO_CONFIG_DIR=$ROOT/yolo # Ultralytics asks for updates otherwise
 export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mpslog
 
 prepare() {
-  mkdir -p "$REPO/data" "$RES" "$OUT"
+  mkdir -p "$REPO/data" "$RES" "$OUT" "$YOLO_CONFIG_DIR"
   ln -sfn "$REPO/data" "$ROOT/data" # as REPORT.md names it
-  tar c --exclude=./build --exclude=./data --exclude=./.git --exclude=./shared . | tar x -C "$REPO"
+  if [ ! -e "$SCRIPT" ]; then # later calls bring parts only: jobs are importing this code
+    tar c --exclude=./build --exclude=./data --exclude=./.git --exclude=./shared . | tar x -C "$REPO"
+  fi
   if [ $# -gt 0 ]; then python3 "$REPO/experiments/sitting/unpack.py" "$@" --root "$REPO"; fi
   if command -v nvidia-cuda-mps-control > /dev/null; then
     mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
@@ -67,15 +70,30 @@ queue() { # NAMES: what the names of the jobs begin with; default: all lines
 line() {
   local name seconds command
   read -r name seconds command <<< "$1"
+  [ -e "$RES/$name.running" ] || return 0 # it was stopped while it waited
   here "$name" "$seconds" "$command"
 }
 
-stop() { kill -TERM "$(cat "$RES/$1.running")"; }
+stop() {
+  local name file
+  local -a waiting=() running=()
+  for name in "$@"; do
+    for file in "$RES"/$name.running; do
+      if [ -s "$file" ]; then running+=("$file"); elif [ -e "$file" ]; then waiting+=("$file"); fi
+    done
+  done
+  rm -f "${waiting[@]}" # first, since the queue goes on when a job has ended
+  for file in "${running[@]}"; do kill -TERM "$(cat "$file")" || true; done
+  for file in "${running[@]}"; do
+    while [ -e "$file" ]; do sleep 0.2; done
+  done
+}
 
 poll() {
   local until=$((SECONDS + ${1:-0})) file
   while [ $SECONDS -lt "$until" ] && compgen -G "$RES/*.running" > /dev/null; do sleep 1; done
-  tar czf "$OUT/res.tgz" -C "$RES" . || [ $? -eq 1 ] # 1: a job wrote to its log meanwhile
+  tar czf "$OUT/res.tgz" --exclude=checkpoint.safetensors -C "$RES" . || [ $? -eq 1 ] # 1: a job wrote to its log meanwhile
+  echo "res.tgz has $(stat -c %s "$OUT/res.tgz") bytes; above 16 MiB it does not come back"
   for file in "$RES"/*.txt; do # the last two lines of every log: one that failed says why
     [ -e "$file" ] || continue
     echo "$(basename "$file" .txt): $(tr '\r' '\n' < "$file" | grep -v '^ *$' | tail -n 2 | cut -c 1-120 | paste -sd '|')"
