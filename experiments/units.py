@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from denoiser import QUIET, RATES, SIZE, Pictures, loss, psnr
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,7 +23,6 @@ from dmcp import markov
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.models import build
-from experiments.denoiser import QUIET, RATES, SIZE, Pictures, loss, psnr
 
 TRAINED: dict[str, Any] = {  # what dmcp.prune chooses for a trained network
     "epochs": 4,
