@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import signal
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.trace import trace
 
 torch.set_num_threads(1)  # small nets: more threads only wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # in the processes that tests start, too: another number gives other bits
 # without a GPU torch would write down the stack of each call, for the moment when there is one
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 typer.main.get_command = functools.cache(typer.main.get_command)  # else every command typed makes all of them anew

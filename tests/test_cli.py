@@ -223,8 +223,6 @@ def test_several_budgets_are_one_search_and_a_run_folder_each(weights: str, caps
         code, printed, _ = run(capsys, "evaluate", str(folder / name), "--device", "cpu", "--json")
         (row,) = json.loads(printed)["networks"]
         assert code == 0 and f"{100 * row['accuracy']:.2f}%" == table(out)[f"dmcp {name}"][2]
-        code, printed, _ = run(capsys, "export", str(folder / name), "--out", str(tmp_path / "net.pt2"), "--json")
-        assert code == 0 and json.loads(printed)["params"] == row["params"]
         params.append(row["params"])
         assert run(capsys, "sample", str(folder / name), "--out", str(tmp_path))[0] == 0
         assert sum(p.numel() for p in dmcp.load(folder / name, build("digits:resnet")).parameters()) == row["params"]
