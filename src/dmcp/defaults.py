@@ -190,7 +190,7 @@ class _Circumstances:
 
     @property
     def why_rates(self) -> str:
-        """Where the learning rates of a network that is not trained come from."""
+        """Where the rates of a new network, and of a long fine-tuning, come from."""
         if self.has_few_images:
             return f"twice the paper's, which suits {self.images:,} images"
         return "the paper's"

@@ -231,7 +231,10 @@ def _begin(run: Run, job: Job) -> None:
 
 
 def _start(run: Run, job: Job) -> dict[str, Any]:
-    """Facts about this start, by its time: the lines of the log so far, versions and device. Resuming ignores them."""
+    """Facts about this start (the lines of the log so far, versions, device), with its time as the key.
+
+    Resuming ignores them.
+    """
     facts = {
         "log_lines": run.lines(),
         "dmcp": __version__,

@@ -126,7 +126,7 @@ class _Zeros:
         return []
 
     def _dims_with(self, atom: Atom, values: Iterable[int]) -> list[Fold]:
-        """The dims of these tensors that have the atom; tensors that the pass writes into cannot be folded."""
+        """The dims of these tensors that have the atom; a tensor that the model writes into cannot be folded."""
         folds: list[Fold] = []
         for value in values:
             name = self.recording.tensors[value]

@@ -561,7 +561,7 @@ def record(model: nn.Module, example: Any, training: bool, grad: bool = False, d
     _note_caches(recorder, model, before, changed)
     computed = _computed_from_weights(recorder, changed)
     if computed:
-        # What a second run leaves as it is was computed for later runs.
+        # What a second run does not change was computed once, for later runs.
         run_recorded(Recorder(twin, tensors_in(example), grad), twin, example)
         after_second = _plain_state(twin)
         for key, names in computed.items():

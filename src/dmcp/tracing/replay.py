@@ -409,8 +409,8 @@ class Resolver:
             return
         if any(self._join_bound(conflict) for conflict in conflicts):
             return
-        fixed_some = [self._fix_conflict(number, conflict) for conflict in conflicts]
-        if any(fixed_some) or self._unbind([conflict.path for conflict in conflicts]):
+        fixed = [self._fix_conflict(number, conflict) for conflict in conflicts]
+        if any(fixed) or self._unbind([conflict.path for conflict in conflicts]):
             return
         if scales and self._fix_guilty(number, scales):
             return
