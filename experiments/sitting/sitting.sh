@@ -24,7 +24,7 @@ export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mpslog
 prepare() {
   mkdir -p "$REPO/data" "$RES" "$OUT" "$YOLO_CONFIG_DIR"
   ln -sfn "$REPO/data" "$ROOT/data" # as REPORT.md names it
-  if [ ! -e "$SCRIPT" ]; then # later calls bring parts only: jobs are importing this code
+  if [ ! -e "$SCRIPT" ]; then # later calls bring parts only, since jobs import this code
     tar c --exclude=./build --exclude=./data --exclude=./.git --exclude=./shared . | tar x -C "$REPO"
   fi
   if [ $# -gt 0 ]; then python3 "$REPO/experiments/sitting/unpack.py" "$@" --root "$REPO"; fi
