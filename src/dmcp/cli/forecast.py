@@ -163,7 +163,7 @@ def _slow_down(stages: Sequence[Stage], pace: float, remedy: str) -> list[Stage]
 
 
 def loader_pace(loader: Any, device: torch.device) -> tuple[float, str]:
-    """Measure the seconds that the loader takes for a batch of image files (0 for arrays); and say what would help."""
+    """Measure the seconds that the loader takes for a batch of image files, and say what would help; 0 for arrays."""
     if not hasattr(loader, "workers"):
         return 0.0, ""
     times: list[float] = []

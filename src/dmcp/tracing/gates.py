@@ -103,7 +103,7 @@ class _Zeros:
                 yield contraction, atom
 
     def norms(self) -> Iterable[Fold]:
-        """Scale and shift of every norm whose both are tensors of the model."""
+        """The scale of every norm, and its shift if it has one, where these are tensors of the model."""
         tensors = self.recording.tensors
         for norm in self.facts.norms.values():
             parameters = [value for value in (norm.weight, norm.bias) if value is not None]

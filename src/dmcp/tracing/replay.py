@@ -599,7 +599,7 @@ def _is_inside(path: str, around: str) -> bool:
 
 
 def _locate(name: str, path: str) -> str:
-    """What happened in which module, for reasons."""
+    """An op, or "a tensor", with the module that it is in, for the reasons that users read."""
     return f"{name} at {path}" if path else name
 
 
