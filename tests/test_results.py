@@ -56,9 +56,10 @@ def test_a_metric_is_compared_in_its_own_unit(lower: bool) -> None:
     ("losses", "bad"),
     [
         ([1.0] * 9, False),  # too few steps
-        ([1.0] + [2.0] * 19, True),
+        ([1.0] + [2.5] * 19, True),
+        ([0.5] + [0.8, 0.7, 0.6, 0.9] * 10, False),  # the first batch was easy
         ([0.5, 0.6, 3.0, 2.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5], False),
-        ([-2.0] * 10 + [-1.0] * 10, True),
+        ([-2.0] * 100 + [-1.0] * 100, True),
     ],
 )
 def test_a_training_that_ends_higher_than_it_began_went_wrong(losses: list[float], bad: bool) -> None:

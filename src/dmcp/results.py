@@ -39,7 +39,8 @@ from dmcp.training.losses import LowerIsBetter, Metric
 from dmcp.units import table
 
 ROUNDS = 3  # of timing, a few passes each
-_RISE = 0.1  # the part of the first loss by which the loss of a single batch may differ by chance
+_RISE = 0.1  # the part of the first loss by which a loss may end higher
+_RISE_OF_A_BATCH = 1.0  # the same where the first loss is that of a single batch, which differs by chance
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,15 +272,18 @@ def last_epoch_loss(steps: Sequence[StepRecord]) -> float | None:
 def divergence(name: str, losses: Sequence[float]) -> str:
     """A sentence about a training whose loss ended clearly higher than it began; empty if it did not.
 
-    The loss at the beginning is that of the first step or the mean of the first tenth of the steps, whichever is lower;
-    the loss at the end is the mean of the last tenth. A small rise is normal for weights that were good from the start.
+    The mean loss of the last tenth of the steps is compared with that of the first step, since a large learning rate
+    can spoil a network within a few steps, and with the mean of the first tenth. The fewer batches a mean is of, the
+    larger the rise that may be chance. A small rise is normal for weights that were good from the start.
     """
     tenth = len(losses) // 10
     if not tenth:  # too few steps to say
         return ""
-    first = min(losses[0], fmean(losses[:tenth]))
     last = fmean(losses[-tenth:])
-    if last <= first + _RISE * abs(first):
-        return ""
-    change = f"its loss was {first:.4g} at the first step and {last:.4g} at the end"
-    return f"The training of {name!r} went wrong: {change}. A smaller learning rate (--lr) often helps."
+    for steps in (1, tenth):
+        first = fmean(losses[:steps])
+        allowed_rise = max(_RISE, _RISE_OF_A_BATCH / math.sqrt(steps))
+        if last > first + allowed_rise * abs(first):
+            change = f"its loss was {first:.4g} at first and {last:.4g} at the end"
+            return f"The training of {name!r} went wrong: {change}. A smaller learning rate (--lr) often helps."
+    return ""

@@ -48,11 +48,12 @@ def finish(run: Run, result: PruneResult, notes: Sequence[str] = ()) -> list[str
 
 def _finish_budgets(run: Run, result: PruneResult, notes: Sequence[str]) -> list[str]:
     """Like `finish`, for several budgets: a run folder for the network of each, one table and one chart."""
-    warnings: list[str] = []
+    budgets_of: dict[str, list[str]] = {}  # by warning: a network that several budgets share has one for all of them
     for name, budget_result in result.by_budget.items():
         part = _write_budget(run, name, budget_result)
         for warning in finish(part, budget_result, notes):
-            warnings.append(f"{name}: {warning}")
+            budgets_of.setdefault(warning, []).append(name)
+    warnings = [f"{', '.join(names)}: {warning}" for warning, names in budgets_of.items()]
     figures: list[Path] = []
     if result.rows[0].score == ACCURACY:  # the axis has shares
         figures.append(save_figure(accuracy_over_cost(_points(result)), run.folder / _FRONT))
