@@ -61,6 +61,12 @@ def test_latency_needs_a_measured_table() -> None:
 # reachability
 
 
+def test_a_limit_that_the_network_meets_leaves_the_others() -> None:
+    graph, net = traced()
+    check_reachable(parse_budget("50%,params:9G", graph), graph, net.min_widths)
+    assert dmcp.uniform(graph, "50%,params:9G") == dmcp.uniform(graph, "50%")
+
+
 def test_the_json_of_a_graph_has_every_kind_that_is_counted() -> None:
     graph, _ = traced()
     facts = graph.to_json()
@@ -75,10 +81,12 @@ def test_unreachable_budgets_name_the_range() -> None:
         with pytest.raises(BudgetError) as caught:
             check_reachable(parse_budget(spec, graph), graph, net.min_widths)
         assert f"{low['macs']:,}" in str(caught.value) and f"{full['macs']:,}" in str(caught.value)
-    for spec, kind in (("101%", "macs"), ("50%,params:9G", "params")):  # what the network meets already
-        with pytest.raises(BudgetError) as caught:
+    for spec in ("101%", "101%,params:9G"):  # what the network meets already
+        with pytest.raises(BudgetError, match="already meets") as caught:
             check_reachable(parse_budget(spec, graph), graph, net.min_widths)
-        assert f"{full[kind]:,}" in str(caught.value)
+        assert f"{full['macs']:,}" in str(caught.value)
+    with pytest.raises(BudgetError, match="less than the cheapest"):
+        check_reachable(parse_budget("0.1%,params:9G", graph), graph, net.min_widths)
     for kind in ("macs", "traffic"):
         for end, beyond in ((low[kind], -1), (full[kind], 1)):
             check_reachable(parse_budget(f"{kind}:{end}", graph), graph, net.min_widths)

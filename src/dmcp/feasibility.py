@@ -17,7 +17,7 @@ from dmcp.exporting.timing import Measure, Timer
 from dmcp.markov import group_sizes
 from dmcp.request import Spec
 from dmcp.searching.bounds import width_bounds
-from dmcp.searching.budget import check_reachable, counted_part, parse_budget
+from dmcp.searching.budget import check_reachable, costs, counted_part, is_met_by, parse_budget
 from dmcp.searching.search import SEARCH
 from dmcp.settings import LatencyConfig, SearchConfig
 from dmcp.tracing.graph import ChannelGraph
@@ -118,7 +118,7 @@ def time_networks(
     counted = None
     if search.budget is not None:
         counted = counted_part(search.budget, graph)
-    if counted is not None:
+    if counted is not None and not is_met_by(costs(graph, graph.full), counted):
         check_reachable(counted, graph, low, high)
     config = replace(config or LatencyConfig(), min_channels=low, max_channels=high, align=search.align)
     return measure_latency(model, example, graph, config, measure=measure)

@@ -75,15 +75,17 @@ def check_reachable(
     def describe(kind: str, amount: int) -> str:
         return f"{show_cost(kind, amount)} ({amount / full[kind]:.1%})"
 
+    if is_met_by(full, budget):
+        kind, target = budget.limits[0].kind, budget.limits[0].target
+        raise BudgetError(
+            f"The network already meets the budget {budget.text!r}: it costs {show_cost(kind, full[kind])}, and "
+            f"{show_cost(kind, target)} are allowed. Choose a budget below {show_cost(kind, full[kind])}."
+        )
     for limit in budget.limits:
         kind = limit.kind
-        if least[kind] <= limit.target <= most[kind]:
+        is_met_by_all = limit.target > full[kind]  # then another limit decides
+        if is_met_by_all or least[kind] <= limit.target <= most[kind]:
             continue
-        if limit.target > full[kind]:
-            raise BudgetError(
-                f"The network already meets the budget {budget.text!r}: it costs {show_cost(kind, full[kind])}, and "
-                f"{show_cost(kind, limit.target)} are allowed. Choose a budget below {show_cost(kind, full[kind])}."
-            )
         too_small = limit.target < least[kind]
         side = "more than the largest possible"
         if too_small:
@@ -100,6 +102,11 @@ def check_reachable(
                 f" Only {graph.prunable_share:.1%} of the MACs can be pruned: graph.summary() (dmcp inspect) says why."
             )
         raise BudgetError(message)
+
+
+def is_met_by(amounts: Mapping[str, int], budget: Budget) -> bool:
+    """Whether a network of these costs is below all limits."""
+    return all(amounts[limit.kind] < limit.target for limit in budget.limits)
 
 
 # widths against the budget
