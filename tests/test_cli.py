@@ -138,6 +138,23 @@ def test_weights_for_other_classes_give_all_but_the_last_layer(capsys: Capture, 
         load_weights(two, tmp_path / "two.pth", [], 10)
 
 
+def test_weights_of_a_wrapped_network_are_those_of_the_network(tmp_path: Path) -> None:
+    net = build("digits:resnet")
+    wrappers: dict[str, dict[str, Any]] = {
+        "DDP of torch.compile": nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": net})}).state_dict(),
+        "AveragedModel": torch.optim.swa_utils.AveragedModel(net).state_dict(),
+        "Lightning": {"state_dict": nn.ModuleDict({"net": net, "loss": nn.Linear(2, 2)}).state_dict(), "epoch": 3},
+    }
+    for content in wrappers.values():
+        torch.save(content, tmp_path / "wrapped.pth")
+        found = build("digits:resnet")
+        load_weights(found, tmp_path / "wrapped.pth", [])
+        assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in found.state_dict().items())
+    torch.save(nn.ModuleDict({"student": net, "teacher": net}).state_dict(), tmp_path / "two.pth")
+    with pytest.raises(WidthsError, match=r"conv1.weight is missing .* student.conv1.weight"):
+        load_weights(net, tmp_path / "two.pth", [])
+
+
 def test_weights_are_read_from_plain_files_that_fit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that never ends, a pipe that never answers, and a small file that inflates to 4 GB."""
     net = nn.Linear(4, 3)

@@ -17,8 +17,7 @@ from dmcp.errors import FileError, WidthsError
 from dmcp.runtime.io import check_inflated, zip_sizes
 from dmcp.units import show_shape
 
-_WRAPPERS = ("module.", "_orig_mod.", "module.")  # prefixes of DDP and of torch.compile, also of one inside the other
-_LISTED = 9  # keys of a file that a message lists
+_LISTED = 5  # keys of a file that a message lists
 
 
 def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | None = None) -> bool:
@@ -27,8 +26,8 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
     With `classes`, the weights of a last layer for another number of classes are left out: the model keeps its own, a
     note says so, and the function returns True. All other weights must fit.
     """
-    stored = _read_tensors(path, notes)
     expected = model.state_dict()
+    stored = _unwrapped(_read_tensors(path, notes), expected)
 
     # Weights that only one of the two has, or that have another shape.
     one_sided = []
@@ -47,9 +46,12 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
         name = (other_shape or one_sided)[0]
         in_file = _describe_shape(stored, name)
         in_model = _describe_shape(expected, name)
-        raise WidthsError(
+        message = (
             f"{path}: the weights belong to another network: {name} is {in_file} in the file, {in_model} in the model."
         )
+        if name not in stored:
+            message += f" The file has {', '.join(list(stored)[:_LISTED])}."
+        raise WidthsError(message)
 
     fitting = {name: tensor for name, tensor in stored.items() if name not in other_shape}
     model.load_state_dict(fitting, strict=False)
@@ -68,7 +70,7 @@ def _describe_shape(tensors: Mapping[str, Tensor], name: str) -> str:
 
 
 def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
-    """Return the table of weights in a file, with the names that the network has without DDP and torch.compile."""
+    """Return the table of weights in a file."""
     try:
         check_inflated(path, *zip_sizes(path))
         if path.suffix == ".safetensors":
@@ -85,11 +87,34 @@ def _read_tensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
         if not zipfile.is_zipfile(path):
             problem = f"broken, cut off or {problem}"
         raise FileError(f"{path}: {problem}.") from error
-    tensors = _find_table(content, path, notes)
-    for wrapper in _WRAPPERS:
-        if all(name.startswith(wrapper) for name in tensors):
-            tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
-    return tensors
+    return _find_table(content, path, notes)
+
+
+def _unwrapped(stored: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the part of a table that has names of the network, without the prefix that a wrapper put before them.
+
+    Wrappers are DDP, torch.compile, AveragedModel or a Lightning module; one may be inside another. A table in which no
+    part, or more than one, has names of the network is returned as it is.
+    """
+    tables = [stored]
+    while tables:
+        with_names = [table for table in tables if not expected.keys().isdisjoint(table)]
+        if len(with_names) == 1:
+            return with_names[0]
+        if with_names:
+            break
+        tables = [part for table in tables for part in _parts(table)]
+    return stored
+
+
+def _parts(table: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Split a table by what stands before the first dot of its names, and leave that out."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in table.items():
+        prefix, dot, rest = name.partition(".")
+        if dot:
+            parts.setdefault(prefix, {})[rest] = tensor
+    return list(parts.values())
 
 
 def _find_table(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
