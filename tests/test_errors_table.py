@@ -97,7 +97,8 @@ MISTAKES = {
     "WidthsError": """
         search DIGITS --weights wide.pth
         prune DIGITS --teacher three-classes.pth
-        train DIGITS --widths other-widths.json
+        train DIGITS --widths other-widths.json => other-widths.json
+        train DIGITS --widths run/settings.json => settings.json: This is not a widths file
         train DIGITS --widths edited/widths.json
         evaluate run --data photos --batch 2
     """,

@@ -325,7 +325,7 @@ def test_the_command_fills_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture
     assert [it["method"] for it in table["lines"]] == ["unpruned", "uniform", "l1"]
     assert all(it["ms"] > 0 and 0 < it["mean"] < 1 for it in table["lines"])
     assert table["settings"]["set"] == {"l1": {"power": 2}} and table["settings"]["devices"] == ["cpu"]
-    assert "dmcp compare --model digits:resnet" in table["commands"][0]
+    assert "dmcp compare --model digits:resnet" in table["commands"][0]["command"]
     before = {path: path.read_bytes() for path in (tmp_path / "table").glob("*-seed0/*")}
 
     assert compare("--set", "l1.power=2") == 0  # nothing is left to do

@@ -20,6 +20,7 @@ import dmcp
 from dmcp.errors import DmcpError, FileError, WidthsError
 from dmcp.report.finish import finish
 from dmcp.runs.config import RunConfig
+from dmcp.runs.files import COMMANDS, SUMMARY
 from dmcp.runs.reading import list_runs, read_overview, read_run, read_runs
 from dmcp.runs.saved_search import save_search
 from dmcp.runs.writing import Run, free_folder
@@ -194,6 +195,16 @@ def test_runs_of_folders(tmp_path: Path) -> None:
         os.utime(folder / "settings.json", (1e9 - place, 1e9 - place))
     (table / "plans").mkdir()
     (table / "file").touch()
+    assert not list_runs(tmp_path)  # it may be a data set
+    (table / COMMANDS).touch()
+    (tmp_path / "seeds").mkdir()
+    (tmp_path / "seeds" / SUMMARY).touch()
+    write_run(tmp_path / "seeds" / "seed-0", step_lines(17), done=False)
+    for run in (table / "one", table / "two"):
+        assert read_overview(run).name == f"my table/{run.name}"
+    assert {run.name for run in list_runs(tmp_path)} == {"my table/one", "my table/two", "seeds/seed-0"}
+    assert [run.name for run in read_runs([tmp_path])] == ["my table/one", "my table/two", "seeds/seed-0"]
+    (table / COMMANDS).unlink()
     assert [run.name for run in list_runs(table)] == ["one", "two"]  # the oldest first
     alone = write_run(tmp_path / "alone", step_lines(17), done=False)
     assert [run.name for run in read_runs([alone, table])] == ["alone", "one", "two"]

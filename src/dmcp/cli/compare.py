@@ -21,12 +21,13 @@ from dmcp.compare import protocol
 from dmcp.compare.methods import METHODS, title
 from dmcp.compare.protocol import BOUNDS, PLANS, Comparison, PlannedRun, Protocol, Subject
 from dmcp.compare.runner import OneRun
-from dmcp.compare.table import COMMANDS_FILE, PAGE, write_table
+from dmcp.compare.table import PAGE, write_table
 from dmcp.defaults import resolve_training
 from dmcp.errors import DmcpError, FileError, StoppedError
 from dmcp.exporting.export import blaming
 from dmcp.models import argument
 from dmcp.runs.config import RunConfig
+from dmcp.runs.files import COMMANDS
 from dmcp.runs.writing import Run, slug
 from dmcp.runtime.io import Lock, is_locked
 from dmcp.settings import Retrain
@@ -71,7 +72,7 @@ def compare(config: RunConfig, request: Request) -> None:
         (folder / _OUTPUT).mkdir(parents=True, exist_ok=True)
     with Lock(folder):
         left = protocol.begin(runs, folder)
-        Run(folder).add(COMMANDS_FILE, {"command": shlex.join(["dmcp", *sys.argv[1:]]), "time": time.strftime("%F %T")})
+        Run(folder).add(COMMANDS, {"command": shlex.join(["dmcp", *sys.argv[1:]]), "time": time.strftime("%F %T")})
         failures = run_side_by_side(
             _commands(left, folder),
             folder / _OUTPUT,

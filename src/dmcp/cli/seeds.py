@@ -19,13 +19,11 @@ from dmcp.errors import DmcpError
 from dmcp.exporting.latency import LATENCY_FILE, Latency
 from dmcp.request import check_method
 from dmcp.runs.config import RunConfig
-from dmcp.runs.files import is_run
+from dmcp.runs.files import SUMMARY, is_run
 from dmcp.runs.reading import read_run
 from dmcp.runs.records import Row
 from dmcp.runs.writing import Run
 from dmcp.units import show_mean, show_range, table
-
-SUMMARY = "summary.json"
 
 
 def prune_seeds(config: RunConfig, request: Request) -> None:
@@ -64,6 +62,7 @@ def prune_seeds(config: RunConfig, request: Request) -> None:
                 option = "--resume"
             of_seed = ("--seeds", "1", "--seed", str(seed), option, str(run))
             commands.append(Command(run.name, (*words, *of_seed)))
+    Run(folder).write(SUMMARY, {"runs": [run.name for run in runs.values()], "networks": []})  # until all are done
     failed = run_side_by_side(
         commands, folder, choose_device(config), at_once=request.seeds, quiet=request.quiet, total=request.seeds
     )
@@ -89,7 +88,7 @@ def summarize(folders: Sequence[Path]) -> dict[str, Any]:
         for row in run.rows:
             rows_of.setdefault(row.name, []).append(row)
     networks = [_summarize_network(name, rows) for name, rows in rows_of.items()]
-    return {"runs": [run.name for run in runs], "networks": networks}
+    return {"runs": [run.folder.name for run in runs], "networks": networks}
 
 
 def _summarize_network(name: str, rows: Sequence[Row]) -> dict[str, Any]:

@@ -14,15 +14,14 @@ from dmcp.compare.protocol import RESULT, SAME, check_alike, is_done, to_plain
 from dmcp.compare.runner import Result
 from dmcp.errors import FileError
 from dmcp.exporting.export import blaming
-from dmcp.runs.files import read_json
+from dmcp.runs.files import COMMANDS, read_json, read_records
 from dmcp.runs.records import UNIFORM, UNPRUNED, Row
 from dmcp.runs.writing import Run
-from dmcp.runtime.io import MOST_JSON, from_plain, read_bytes
+from dmcp.runtime.io import from_plain
 from dmcp.units import counted, show_mean, show_range, table
 
 TABLE = "compare.json"
 PAGE = "compare.md"
-COMMANDS_FILE = "commands.jsonl"  # what was typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +82,9 @@ def _read_results(folder: Path) -> dict[str, Result]:
     return results
 
 
-def _read_commands(folder: Path) -> list[str]:
-    """The commands that were typed for this folder, each with its time, as JSON."""
-    path = folder / COMMANDS_FILE
-    if not path.exists():
-        return []
-    return read_bytes(path, MOST_JSON).decode().splitlines()
+def _read_commands(folder: Path) -> list[dict[str, Any]]:
+    """The commands that were typed for this folder, each with its time, as plain data."""
+    return list(read_records(folder / COMMANDS))
 
 
 def _describe_settings(results: Mapping[str, Result]) -> dict[str, Any]:

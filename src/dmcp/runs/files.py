@@ -29,6 +29,10 @@ WITHIN = "within.json"  # how a budget was chosen for a loss that is allowed
 EXPORTED = "export.json"  # milliseconds of each exported file, of float32 and of the unpruned network
 PREPARED = "prepared.safetensors"  # a network that other runs start from
 
+# Several runs
+SUMMARY = "summary.json"  # of a run with several seeds, each in a folder beside it
+COMMANDS = "commands.jsonl"  # what was typed for a comparison, whose runs are beside it
+
 # The search
 SEARCH_FILE = "search.json"
 ALPHAS = "search.safetensors"
@@ -40,6 +44,11 @@ _MAX_ALPHAS = 2**26  # bytes of a file of alphas that are read
 def is_run(folder: Path) -> bool:
     """Whether a folder holds a run, or what is left of one."""
     return any((folder / name).is_file() for name in (SETTINGS, LOG))
+
+
+def is_group(folder: Path) -> bool:
+    """Whether a folder holds the runs of one command: its seeds, or a comparison."""
+    return any((folder / name).is_file() for name in (SUMMARY, COMMANDS))
 
 
 def is_done(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmcp.errors import FileError
+from dmcp.errors import FileError, WidthsError
 from dmcp.runs.files import (
     EXPORTED,
     FAILED,
@@ -27,6 +27,7 @@ from dmcp.runs.files import (
     WIDTHS,
     WITHIN,
     is_done,
+    is_group,
     is_run,
     read_alphas,
     read_json,
@@ -76,9 +77,9 @@ class PastRun:
 
     @property
     def name(self) -> str:
-        """The name of the folder; for one of several budgets, behind the name of their run."""
+        """The name of the folder; for one of several budgets, seeds or methods, behind that of the folder they are in."""
         folder = self.folder.resolve()
-        if is_run(folder.parent):
+        if is_run(folder.parent) or is_group(folder.parent):
             return make_printable(f"{folder.parent.name}/{folder.name}")
         return make_printable(folder.name)
 
@@ -327,17 +328,25 @@ def read_runs(folders: Sequence[Path]) -> list[PastRun]:
     """Read runs, each once; a folder of runs stands for the runs in it."""
     runs: dict[Path, Path] = {}  # by the folder without links
     for folder in folders:
-        for path in _runs_in(folder) or [folder]:
-            for run in budgets_of(path) or [path]:
-                runs.setdefault(run.resolve(), run)
+        found: list[Path] = []
+        if is_run(folder):
+            found = budgets_of(folder)
+        elif folder.is_dir():
+            found = _runs_in(folder)
+        for run in found or [folder]:
+            runs.setdefault(run.resolve(), run)
     return [read_run(path) for path in runs.values()]
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The runs in a folder of runs."""
-    if is_run(folder) or not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if is_run(path))
+    """The runs in a folder of runs, sorted: of several budgets, seeds or compared methods each is one."""
+    runs: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if is_run(path):
+            runs += budgets_of(path) or [path]
+        elif is_group(path):
+            runs += _runs_in(path)
+    return runs
 
 
 def budgets_of(run: Path) -> list[Path]:
@@ -348,12 +357,8 @@ def budgets_of(run: Path) -> list[Path]:
 
 
 def list_runs(root: Path) -> list[PastRun]:
-    """The runs in a folder, oldest first, with the ends of their logs; of several budgets each network is one."""
-    folders: list[Path] = []
-    for folder in root.iterdir():
-        if is_run(folder):
-            folders += budgets_of(folder) or [folder]
-    runs = [read_overview(folder, _LIST_TAIL) for folder in folders]
+    """The runs in a folder, oldest first, with the ends of their logs."""
+    runs = [read_overview(folder, _LIST_TAIL) for folder in _runs_in(root)]
     return sorted(runs, key=lambda run: (run.started, run.name))
 
 
@@ -362,7 +367,10 @@ def list_runs(root: Path) -> list[PastRun]:
 
 def read_widths(path: Path, graph: ChannelGraph) -> Widths:
     """The widths of a file, which must be those of this network."""
-    return graph.widths(Widths.from_json(read_json(path)))
+    try:
+        return graph.widths(Widths.from_json(read_json(path)))
+    except WidthsError as error:
+        raise WidthsError(f"{path}: {error}") from None
 
 
 def value_at(data: Any, *keys: str) -> Any:

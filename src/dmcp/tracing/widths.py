@@ -107,12 +107,15 @@ class Widths(Mapping[str, int]):
     @staticmethod
     def from_json(data: Any) -> Widths:
         """Read what `to_json` wrote. Anything else raises a WidthsError."""
-        try:
-            channels = tuple((name, kept) for name, kept in data["widths"].items())
-            input_shape = data["input_shape"]
-            architecture = data["fingerprint"]
-        except (TypeError, KeyError, IndexError, AttributeError) as error:
-            raise WidthsError(f"This is not a widths file: {error} is missing or of the wrong kind.") from None
+        is_ours = isinstance(data, dict) and {"widths", "input_shape", "fingerprint"} <= data.keys()
+        if not is_ours or not isinstance(data["widths"], dict):
+            raise WidthsError(
+                "This is not a widths file: it has no widths, input shape and fingerprint of a network. "
+                "dmcp.save and the runs of dmcp write such files (widths.json)."
+            )
+        channels = tuple(data["widths"].items())
+        input_shape = data["input_shape"]
+        architecture = data["fingerprint"]
         for name, kept in channels:
             if not isinstance(name, str) or type(kept) is not int or kept < 1:
                 raise WidthsError(f"This is not a widths file: the width of {name!r} must be an int of at least 1.")
