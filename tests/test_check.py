@@ -102,8 +102,10 @@ def test_the_command_reports_everything(here: Path, capsys: Capture) -> None:
     code, out, err = run(capsys, "data", "photos", "--quiet")
     assert code == 2 and "4 of 16 image files" in err and "--corrupt skip" in err
     assert "photos/train/cat/2.png: " in out
+    (photos / "train" / "cat" / "moving.GIF").touch()
     code, out, _ = run(capsys, "data", "photos", "--quiet", "--json")
     facts = json.loads(out)
+    assert facts["left_out"] == ["photos/train/cat/moving.GIF"]
     assert code == 2 and len(facts["broken"]) == 4 and facts["well"] is False
     assert facts["train"] == {"images": 8, "from": "photos/train"}
 

@@ -173,6 +173,11 @@ def test_tables_that_are_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=r"files\.csv"):
             load(write_table(root, bad, head), size=16)
+    with pytest.raises(DataError, match=r"files\.csv, line 2: .*; line 3: .*; and 1 more line\."):
+        load(write_table(root, [[f"cat/none-{number}.png", "cat"] for number in range(6)]), size=16)
+    (root / "files.csv").write_text("image;label\ncat/0.png;cat\n")
+    with pytest.raises(DataError, match="separated by commas"):
+        load(root / "files.csv", size=16)
     (root / "files.csv").write_bytes(b"image,label\n\xff\xfe,\x00\n")
     with pytest.raises(DataError, match=r"files\.csv"):
         load(root / "files.csv", size=16)

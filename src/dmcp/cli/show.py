@@ -177,6 +177,8 @@ def _describe_data(name: str, facts: dict[str, Any]) -> Iterator[str]:
     if facts["unseen_classes"]:
         yield from _describe_list("Test classes without training images", facts["unseen_classes"])
     yield from _describe_list("Files that cannot be read", unreadable)
+    if facts["left_out"]:
+        yield from _describe_list("Files left out, which do not end like the name of an image", facts["left_out"])
     yield from _describe_list("Images in both sets", duplicates)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmcp.data.folders import PARTS, SPLIT, FolderSet, list_part, split_files, wrong_classes
+from dmcp.data.folders import PARTS, SPLIT, FolderSet, list_part, other_files, split_files, wrong_classes
 from dmcp.data.images import SCALES, Broken, Size, before_crop, inspect_files
 from dmcp.data.tables import read_table
 from dmcp.errors import DataError, FileError
@@ -326,6 +326,7 @@ def check_data(data: DataSets, on_file: Callable[[int], None] = lambda count: No
     enlarged = None  # images that are smaller than the input of the model
     broken: list[Broken] = []
     empty_classes: list[str] = []
+    left_out: list[str] = []
     if isinstance(train, FolderSet) and isinstance(test, FolderSet):
         sizes = []
         for count, size in enumerate(inspect_files(train.paths + test.paths, whole=True), 1):
@@ -337,6 +338,7 @@ def check_data(data: DataSets, on_file: Callable[[int], None] = lambda count: No
         sizes.sort(key=lambda size: (size[0] * size[1], size))  # by area
         enlarged = sum(height < train.size[0] or width < train.size[1] for height, width in sizes)
         empty_classes = sorted(set(wrong_classes(train, test)))
+        left_out = other_files(train, test)
 
     typical_sizes = {}
     if sizes:
@@ -351,6 +353,7 @@ def check_data(data: DataSets, on_file: Callable[[int], None] = lambda count: No
         "enlarged": enlarged,
         "broken": [file._asdict() for file in broken],
         "wrong_classes": empty_classes,
+        "left_out": left_out,
         "unseen_classes": unseen_classes(train, test),
         "in_both": [{"train": first, "test": second} for first, second in images_in_both(train, test)],
     }

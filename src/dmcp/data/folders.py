@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,9 +63,9 @@ def list_part(root: Path, part: str, size: Size) -> FolderSet:
         if not names:
             raise FileNotFoundError(f"no class folders in {folder}")
         for label, name in enumerate(names):
-            for subfolder, files in sorted(_walk(folder / name)):
-                paths += [os.path.join(subfolder, file) for file in sorted(files)]
-                labels += [label] * len(files)
+            images = [path for path in _files_in(folder / name) if _is_image(path)]
+            paths += images
+            labels += [label] * len(images)
     except OSError as error:
         needs = "needs one folder of images per class, alone or in train/ and val/, or train-*.npz and test-*.npz"
         raise DataError(f"{root} {needs} ({str(error).splitlines()[0]}).") from error
@@ -74,15 +73,21 @@ def list_part(root: Path, part: str, size: Size) -> FolderSet:
     return FolderSet(tuple(paths), numbers, len(names), size, names, str(root), part=part)
 
 
-def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield folders and the images in them, following links, without hidden ones such as ._1.png of macOS."""
+def _files_in(top: Path) -> list[str]:
+    """The files in a folder and all below it, sorted, following links; without hidden ones such as ._1.png of macOS."""
+    found: list[tuple[str, list[str]]] = []
     for root, folders, files in os.walk(top, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             link = os.path.join(root, name)
             if os.path.islink(link):
                 _refuse_loop(link, Path(root))
-        yield root, [name for name in files if name.lower().endswith(ENDINGS) and not name.startswith(".")]
+        found.append((root, [name for name in files if not name.startswith(".")]))
+    return [os.path.join(root, name) for root, names in sorted(found) for name in sorted(names)]
+
+
+def _is_image(path: str) -> bool:
+    return path.lower().endswith(ENDINGS)
 
 
 def _refuse_loop(link: str, folder: Path) -> None:
@@ -134,14 +139,23 @@ def wrong_classes(train: FolderSet, test: FolderSet) -> list[str]:
     names = {*train.names, *test.names}
     folders: list[str] = []
     for part, files in zip(PARTS, (train, test), strict=True):
-        if files.part != part:
-            continue  # a table lists them: it has no folders of classes
-        top = os.path.join(files.root, part)
-        if not os.path.isdir(top):
-            top = files.root
         with_images = {files.names[label] for label in set(files.labels.tolist())}
-        folders += [os.path.join(top, name) for name in sorted(names - with_images)]
+        folders += [str(top / name) for top in _tops(files, part) for name in sorted(names - with_images)]
     return folders
+
+
+def other_files(train: FolderSet, test: FolderSet) -> list[str]:
+    """Return the files in the folders of classes that are left out, since their names do not end as images do."""
+    tops = dict.fromkeys(top for part, files in zip(PARTS, (train, test), strict=True) for top in _tops(files, part))
+    return [path for top in tops for path in _files_in(top) if not _is_image(path)]
+
+
+def _tops(files: FolderSet, part: str) -> list[Path]:
+    """The folder in which the folders of the classes are; none if a table lists the files."""
+    if files.part != part:
+        return []
+    top = Path(files.root, part)
+    return [top if top.is_dir() else Path(files.root)]
 
 
 def some_sizes(dataset: FolderSet) -> list[Size]:

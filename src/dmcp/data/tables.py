@@ -15,6 +15,7 @@ from dmcp.data.folders import PARTS, FolderSet
 from dmcp.data.images import ENDINGS, Size
 from dmcp.errors import DataError, FileError
 from dmcp.runtime.io import plain_file_size, read_bytes
+from dmcp.units import counted
 
 _IMAGE = ("image", "path", "file", "filename")  # names of columns, in any case
 _LABEL = ("label", "class")
@@ -22,6 +23,7 @@ _SPLIT = ("split",)
 _TRAINING = ("train", "training")
 _TEST = ("val", "valid", "validation", "test")
 _MOST_BYTES = 2**30  # of a table that are read
+_LISTED = 5  # lines with a problem that a message lists
 
 
 class _Row(NamedTuple):
@@ -79,6 +81,7 @@ def _read_rows(path: Path) -> list[_Row]:
 
     reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
     rows: list[_Row] = []
+    problems: list[str] = []
     try:
         columns = _find_columns(path, reader.fieldnames or [])
         for cells in reader:
@@ -86,10 +89,15 @@ def _read_rows(path: Path) -> list[_Row]:
             row = row._replace(path=os.path.join(path.parent, row.path), split=row.split.lower())
             problem = _describe_problem(row, cells, columns)
             if problem:
-                raise DataError(f"{path}, line {reader.line_num}: {problem}.")
+                problems.append(f"line {reader.line_num}: {problem}")
             rows.append(row)
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: cannot be read as CSV ({error}).") from error
+    if problems:
+        more = ""
+        if len(problems) > _LISTED:
+            more = f"; and {counted(len(problems) - _LISTED, 'more line')}"
+        raise DataError(f"{path}, {'; '.join(problems[:_LISTED])}{more}.")
     return rows
 
 
@@ -102,7 +110,12 @@ def _find_columns(path: Path, titles: Sequence[str]) -> tuple[str, str, str]:
         columns.append(present[0] if present else "")
     image, label, split = columns
     if not image or not label:
-        raise DataError(f"{path}, line 1: must name the columns image and label, and perhaps split (train or val).")
+        advice = ""
+        if len(titles) == 1:
+            advice = " Columns must be separated by commas."
+        raise DataError(
+            f"{path}, line 1: must name the columns image and label, and perhaps split (train or val).{advice}"
+        )
     return image, label, split
 
 
