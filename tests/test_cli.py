@@ -90,7 +90,7 @@ def test_results_are_plain_data(pruned: Pruned, graph: dmcp.ChannelGraph, capsys
     assert (code, err.count("\n")) == (0, 1) and "87.50%" in out
     code, out, err = run(capsys, "prune", *SHORT, "--json", "--out", str(tmp_path / "run"))
     data = json.loads(out)
-    assert (code, err, data["search_steps"], len(data["expected_shares"])) == (0, "", 2, 1)
+    assert (code, err, data["search_steps"], len(data["expected_budget_shares"])) == (0, "", 2, 1)
     names = [row["name"] for row in data["networks"]]
     assert names == ["unpruned", "dmcp"] and data["networks"][1]["macs"] == data["macs"]
     code, out, err = run(capsys, "train", *SMALL, "--epochs", "1", "--json", "--out", str(tmp_path / "trained"))
@@ -150,6 +150,10 @@ def test_weights_of_a_wrapped_network_are_those_of_the_network(tmp_path: Path) -
         found = build("digits:resnet")
         load_weights(found, tmp_path / "wrapped.pth", [])
         assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in found.state_dict().items())
+    net.fc.bias.data[0] = torch.nan
+    torch.save(net.state_dict(), tmp_path / "diverged.pth")
+    with pytest.raises(FileError, match=r"fc.bias has values that are NaN"):
+        load_weights(build("digits:resnet"), tmp_path / "diverged.pth", [])
     torch.save(nn.ModuleDict({"student": net, "teacher": net}).state_dict(), tmp_path / "two.pth")
     with pytest.raises(WidthsError, match=r"conv1.weight is missing .* student.conv1.weight"):
         load_weights(net, tmp_path / "two.pth", [])
@@ -279,7 +283,9 @@ def test_a_cut_without_a_search_and_without_training(weights: str, capsys: Captu
 def test_a_warning_is_one_plain_line(capsys: Capture, tmp_path: Path) -> None:
     words = ("prune", *SMALL, "--method", "l2", "--retrain", "none", "--out", str(tmp_path / "run"))
     code, _, err = run(capsys, *words)
-    assert code == 0 and err.splitlines() == ["The network is not trained, so l2 ranks random weights."]
+    assert code == 0 and err.splitlines() == [
+        "The network does not count as trained: l2 ranks the weights that it has."
+    ]
 
 
 def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -> None:

@@ -100,7 +100,7 @@ MISTAKES = {
         train DIGITS --widths other-widths.json => other-widths.json
         train DIGITS --widths run/settings.json => settings.json: This is not a widths file
         train DIGITS --widths edited/widths.json
-        evaluate run --data photos --batch 2
+        evaluate run --data photos --batch 2 => its network is for 10 classes, but photos has
     """,
     "TrainingError": """
         train DIGITS --epochs 0

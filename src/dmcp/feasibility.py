@@ -37,7 +37,7 @@ def parse_budgets(
         check_reachable(budget, graph, low, high, align)
         for earlier in budgets.values():
             if set(budget.limits) == set(earlier.limits):
-                raise BudgetError(f"The budget {budget.text!r} is given twice: give each once.")
+                raise BudgetError(f"The budgets {earlier.text!r} and {budget.text!r} are the same: give each once.")
         budgets[budget.file_name] = budget
     return budgets
 

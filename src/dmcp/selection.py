@@ -132,7 +132,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
     pretrained = TrainedNetworks()
     if find_method(job.method).trained and not trained:
         if job.retraining.kind is Retrain.NONE:
-            warn(f"The network is not trained, so {job.method} ranks random weights.")
+            warn(f"The network does not count as trained: {job.method} ranks the weights that it has.")
         else:
             pretrained = train_all(
                 model,

@@ -104,7 +104,7 @@ def _facts(folder: Path, result: PruneResult, replaced: Replaced) -> dict[str, A
     facts = result_facts(folder, result.graph, result.widths, replaced)
     if result.search is not None:
         facts["search_steps"] = len(result.search.log)
-        facts["expected_shares"] = expected_shares(result.search)
+        facts["expected_budget_shares"] = expected_shares(result.search)
     if result.latency is not None:
         facts["latency"] = asdict(result.latency)
     if result.speeds:

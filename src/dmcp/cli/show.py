@@ -28,7 +28,7 @@ from dmcp.cli.session import check_data_is_here
 from dmcp.data.datasets import DataSet, check_data, split
 from dmcp.data.datasets import load as load_data
 from dmcp.data.loaders import make_loader
-from dmcp.errors import DataError, DmcpError, FileError
+from dmcp.errors import DataError, DmcpError, FileError, WidthsError
 from dmcp.exporting import export as exporting
 from dmcp.exporting.latency import measure_latency
 from dmcp.exporting.latency_files import read_latency, write_networks
@@ -265,12 +265,20 @@ def sample(run: Path, direct: int, budget: str, out: Path, seed: int, model: str
 
 def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -> None:
     """Run `dmcp evaluate`: test the pruned network of a run again; `changes` are settings to use instead of its own."""
-    _, config = _read_settings(run, WIDTHS, model)
+    stored, config = _read_settings(run, WIDTHS, model)
     same_data = changes.get("data", config.data) == config.data
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
     check_data_is_here(run, config)
     job = open_job(config)
-    pruned = load(run, job.fresh)
+    try:
+        pruned = load(run, job.fresh)
+    except WidthsError as error:
+        classes = stored["classes"]
+        if classes == job.data.classes:
+            raise
+        raise WidthsError(
+            f"{run}: its network is for {classes} classes, but {config.data} has {job.data.classes}."
+        ) from error
     widths = read_widths(run / WIDTHS, job.graph)
 
     example = next(iter(job.test))[0]

@@ -149,7 +149,8 @@ class RunConfig:
     )
     baselines: bool = setting(
         False,
-        "Also train the unpruned network and a network with uniform widths, as baselines.",
+        "Also train the unpruned network and a network with uniform widths, as baselines. Networks of sensitivity "
+        "have uniform widths themselves.",
         group=_TRAINING,
         commands=("prune",),
     )

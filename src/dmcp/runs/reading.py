@@ -77,7 +77,7 @@ class PastRun:
 
     @property
     def name(self) -> str:
-        """The name of the folder; for one of several budgets, seeds or methods, behind that of the folder they are in."""
+        """The name of the folder; for one of several budgets, seeds or methods, behind that of their folder."""
         folder = self.folder.resolve()
         if is_run(folder.parent) or is_group(folder.parent):
             return make_printable(f"{folder.parent.name}/{folder.name}")
