@@ -39,6 +39,17 @@ def test_causes_follow_from_facts(speed: Speed, facts: Facts, causes: list[Cause
     assert sorted(find_causes(speed, facts)) == sorted(causes)
 
 
+def test_multiples_are_no_advice_where_they_would_leave_nothing_to_cut() -> None:
+    """A space of 16 channels has only one width that is a multiple of 16."""
+    some_are_wide = find_causes(SLOW, replace(FACTS, odd_spaces=3, narrow_spaces=2))
+    all_are_narrow = find_causes(SLOW, replace(FACTS, odd_spaces=3, narrow_spaces=3))
+    assert "--align 16" in some_are_wide[Cause.NARROW] and "--align" not in all_are_narrow[Cause.NARROW]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 3))
+    graph = dmcp.trace(model, torch.zeros(1, 3, 12, 12))
+    facts = facts_of(graph, graph.widths([9, 9]))
+    assert (facts.odd_spaces, facts.narrow_spaces) == (2, 1)
+
+
 def test_a_faster_network_needs_no_reason() -> None:
     odd = replace(FACTS, odd_spaces=4)
     assert len(speed_notes([FAST], odd, BY_MACS)) == 1 and "2.00" in speed_notes([FAST], odd, BY_MACS)[0]

@@ -66,6 +66,7 @@ class Facts:
     layers: int  # that have MACs
     spaces: int
     odd_spaces: int  # whose channels filled whole blocks before the cut, and do not any more
+    narrow_spaces: int = 0  # those of them that had a single block before
 
 
 # measuring
@@ -156,8 +157,10 @@ def find_causes(speed: Speed, facts: Facts) -> dict[Cause, str]:
     if facts.odd_spaces:
         causes[Cause.NARROW] = (
             f"{facts.odd_spaces} of {counted(facts.spaces, 'space')} had a multiple of {_BLOCK} channels before the "
-            f"cut and do not have one now, and processors compute in such blocks; use align={_BLOCK} (--align {_BLOCK})"
+            f"cut and do not have one now, and processors compute in such blocks"
         )
+        if facts.odd_spaces > facts.narrow_spaces:  # the others could not be cut at all then
+            causes[Cause.NARROW] += f"; use align={_BLOCK} (--align {_BLOCK})"
     if facts.traffic_share - facts.macs_share > _CLEARLY:
         causes[Cause.MEMORY] = (
             f"{show_share(facts.macs_share)} of the MACs are left, but {show_share(facts.traffic_share)} of the bytes "
@@ -169,15 +172,18 @@ def find_causes(speed: Speed, facts: Facts) -> dict[Cause, str]:
 def facts_of(graph: ChannelGraph, widths: Widths) -> Facts:
     """Count what the speed of a network depends on."""
     odd_spaces = 0
+    narrow_spaces = 0
     for space in graph.spaces:
         was_whole = space.size * space.unit % _BLOCK == 0
         is_whole = widths[space.name] * space.unit % _BLOCK == 0
         if was_whole and not is_whole:
             odd_spaces += 1
+            narrow_spaces += space.size * space.unit == _BLOCK
     return Facts(
         macs_share=graph.macs(widths) / max(1, graph.macs()),
         traffic_share=graph.traffic(widths) / max(1, graph.traffic()),
         layers=sum(layer.macs > 0 for layer in graph.layers()),
         spaces=len(graph.spaces),
         odd_spaces=odd_spaces,
+        narrow_spaces=narrow_spaces,
     )

@@ -246,7 +246,8 @@ class Point(NamedTuple):
 def accuracy_over_cost(points: Sequence[Point]) -> Figure:
     """Accuracy over MACs of tested networks."""
     figure, (axes,) = _panels(*_SIZE)
-    for number, kind in enumerate(dict.fromkeys(point.kind for point in points)):
+    kinds = list(dict.fromkeys(point.kind for point in points))
+    for number, kind in enumerate(kinds):
         of_kind = [point for point in points if point.kind == kind]
         axes.errorbar(
             [point.macs for point in of_kind],
@@ -254,8 +255,8 @@ def accuracy_over_cost(points: Sequence[Point]) -> Figure:
             [point.error for point in of_kind],
             fmt=_MARKERS[number % len(_MARKERS)],
             color=_color(kind, number),
-            ms=6 + 2 * number,  # later kinds are larger and lie behind, so that none is hidden
-            zorder=9 - number,
+            ms=6 + 5 * number / len(kinds),  # later kinds are larger and lie behind, so that none is hidden
+            zorder=2 + len(kinds) - number,
             label=kind,
         )
         for point in of_kind:

@@ -201,7 +201,9 @@ class Speed(NamedTuple):
 
 
 def _speed(run: PastRun, row: Row) -> Speed | None:
-    """The times as an exported file if there is one, else in torch; None if they are not known."""
+    """The times as an exported file if there is one, else in torch; None if they are not known, or nothing was cut."""
+    if row.macs == run.unpruned("macs"):
+        return None
     if run.exported:
         speed = Speed(run.exported.unpruned_ms, run.exported.pruned_ms, f"a sample in {run.exported.runtime}")
     else:
