@@ -69,6 +69,10 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "arrays": (DataError, lambda: {"loader": ARRAYS, "val_loader": ARRAYS}),
     "bytes": (DataError, lambda: {"loader": changed(lambda x: x.byte())}),
     "NaN": (DataError, lambda: {"loader": changed(lambda x: x * NAN)}),
+    "counts of classes": (DataError, lambda: {"loader": changed(y=lambda y: torch.eye(5)[y] * 7)}),
+    "several labels": (DataError, lambda: {"loader": changed(y=lambda y: (torch.arange(5) <= y[:, None]).float())}),
+    "positions": (DataError, lambda: {"loader": changed(y=lambda y: torch.eye(5)[y] * 2 - torch.eye(5)[4 - y])}),
+    "ages": (DataError, lambda: {"model": means(1), "loader": changed(y=lambda y: 0 * y[:, None] + 1.0)}),
     "labels from 1": (DataError, lambda: {"loader": changed(y=lambda y: y + 1)}),
     # the test
     "nothing to test on": (TrainingError, lambda: {"val_loader": []}),
@@ -106,7 +110,8 @@ def test_mistakes_are_refused_before_the_first_step(name: str) -> None:
 
 
 def test_what_does_no_harm_is_allowed() -> None:
-    assert prune(loader=changed(y=lambda y: torch.eye(5)[y] * 7)).rows  # shares of classes
+    mixed = lambda y: (0.7 * torch.eye(5)[y] + 0.3 * torch.eye(5)[y.flip(0)]).bfloat16()  # noqa: E731
+    assert prune(loader=changed(y=mixed)).rows
     masked, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(2, *Residual.SHAPE)
     masked.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
     check_forward(masked, x)  # a mask may be infinite

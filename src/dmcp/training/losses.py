@@ -36,6 +36,7 @@ Metric = MeanMetric | WholeMetric
 Outputs = Iterable[tuple[Any, Any]]  # outputs with their batches
 _METHODS = ("reset", "update", "compute")
 _IGNORED_LABEL = -100  # cross-entropy leaves it out
+_ROUNDING = 0.02  # how far the sum of rounded class probabilities may be from 1
 
 
 class MetricWarning(DmcpWarning):
@@ -88,6 +89,24 @@ def check_label_shape(labels: Tensor, shape: Sequence[int]) -> None:
             f"The labels are {tuple(labels.shape)} of {labels.dtype}, but the network's scores are {shape_of_shares}: "
             f"labels must be class numbers (integers of shape {shape_of_numbers}) or class probabilities (floats of "
             f"shape {shape_of_shares}). For anything else, give loss= and metric=."
+        )
+
+
+def check_probabilities(labels: Tensor) -> None:
+    """Refuse floats that are no class probabilities along dim 1, which a cross-entropy would take for them."""
+    if not labels.is_floating_point() or not labels.numel():
+        return
+    classes = labels.shape[1]
+    numbers = labels.float()
+    sums = numbers.sum(dim=1)
+    lowest, highest, lowest_sum, highest_sum = torch.stack([*numbers.aminmax(), *sums.aminmax()]).tolist()
+    add_up = lowest_sum >= 1 - _ROUNDING and highest_sum <= 1 + _ROUNDING  # not of NaN
+    if classes < 2 or lowest < 0 or not add_up:
+        raise DataError(
+            f"The labels are floats from {lowest:.3g} to {highest:.3g} that add up to {lowest_sum:.3g} to "
+            f"{highest_sum:.3g} along dim 1 (size {classes}), so they are no class probabilities, and the default loss "
+            "cannot be used. Regression and several labels per sample need a loss of your own: "
+            "task=dmcp.Task(loss=lambda output, batch: F.mse_loss(output, batch[1]))."
         )
 
 

@@ -33,6 +33,7 @@ from dmcp.training.losses import (
     Metric,
     check_label_shape,
     check_metric,
+    check_probabilities,
     check_range,
     score_by,
     scores_of,
@@ -156,6 +157,7 @@ def _check_labels(model: nn.Module, example: Any, batch: Any) -> None:
     if scores is not None and scores.ndim >= 2:
         check_label_shape(labels, (size_of((example,)), *scores.shape[1:]))
         check_range(labels, scores.shape[1])
+        check_probabilities(labels)
 
 
 def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
