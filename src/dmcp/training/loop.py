@@ -43,7 +43,7 @@ from dmcp.training.distillation import (
     read_distillation,
     warn_of_distillation,
 )
-from dmcp.training.losses import Loss, Metric, check_metric, classification_loss, loss_of, top1
+from dmcp.training.losses import Accuracy, Loss, Metric, check_metric, classification_loss, loss_of
 from dmcp.training.optimizer import (
     MakeOptimizer,
     learning_rate,
@@ -454,6 +454,7 @@ def evaluate_counted(
         check_parts(loader, world)
 
     outputs = _Outputs(forward or partial(call_model, model), loader, device)
+    accuracy = Accuracy(device)
     answers = 0.0
     with kept_modes(model), torch.no_grad():
         model.eval()
@@ -461,7 +462,9 @@ def evaluate_counted(
             value = losses.measure(whole_metric, outputs, world)
         else:
             assert metric is None or callable(metric)
-            value, answers = losses.mean(metric or top1, outputs, device, world)
+            value, answers = losses.mean(metric or accuracy, outputs, device, world)
+    if metric is None:
+        accuracy.warn_of_unknown(answers, world)
 
     samples = int(sum_values(torch.tensor(outputs.samples), world))
     if metric is None and samples != answers:

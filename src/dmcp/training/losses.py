@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmcp.arguments import checked
-from dmcp.errors import DataError, DmcpError, DmcpWarning, TrainingError
+from dmcp.errors import DataError, DmcpError, DmcpWarning, TrainingError, warn
 from dmcp.runtime.batches import labels_of, size_of, widest
 from dmcp.runtime.distributed import World, gather, sum_values
 
@@ -40,7 +40,7 @@ _ROUNDING = 0.02  # how far the sum of rounded class probabilities may be from 1
 
 
 class MetricWarning(DmcpWarning):
-    """A metric that is not a number."""
+    """A metric that is not a number, or an accuracy of scores that are not numbers."""
 
 
 # losses
@@ -203,6 +203,30 @@ def top1(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         ignored = labels == _IGNORED_LABEL
     is_nan = scores.isnan().any(dim=1)
     return (right & ~is_nan).sum(), right.numel() - ignored.sum()
+
+
+class Accuracy:
+    """The metric `top1`, which also counts the answers whose scores are NaN."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.unknown = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        right_and_all = top1(output, batch)
+        scores = scores_of(output)
+        assert scores is not None  # top1 has read them
+        self.unknown += scores.isnan().any(dim=1).sum().to(self.unknown.device)
+        return right_and_all
+
+    def warn_of_unknown(self, answers: float, world: World) -> None:
+        """Warn, once for all ranks, of answers whose scores are NaN; `answers` is the number of all of them."""
+        unknown = int(sum_values(self.unknown, world))
+        if unknown and world.first:
+            warn(
+                f"{unknown:,} of {answers:,.0f} answers have NaN scores and count as wrong: look for NaN in the test "
+                "data, and in the weights of the network.",
+                MetricWarning,
+            )
 
 
 def whole_of(metric: Any) -> WholeMetric | None:
