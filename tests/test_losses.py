@@ -81,7 +81,7 @@ def test_labels_that_are_no_classes_are_refused_in_the_loss_and_in_the_test(labe
 
 @pytest.mark.parametrize("labels", [RIGHT + 2, RIGHT - 1])
 def test_labels_without_an_output_are_refused_in_the_loss_and_in_the_test(labels: Tensor) -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises(DataError, match=r"A label is (3|-1), but"):
         loss_of(labels)
     with pytest.raises(DataError):
         dmcp.evaluate(Echo(), [(SCORES, RIGHT), (SCORES, labels)])

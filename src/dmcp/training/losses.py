@@ -51,7 +51,11 @@ def classification_loss(label_smoothing: float = 0.0) -> Loss:
 
     def loss(output: Any, batch: Any) -> Tensor:
         scores, labels = _scores_and_labels(output, batch)
-        return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
+        try:
+            return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
+        except IndexError:  # of torch on a CPU
+            check_range(labels, scores.shape[1])
+            raise
 
     return loss
 
