@@ -61,7 +61,7 @@ def test_right_answers_of_shares_pixels_and_nans() -> None:
     labels[..., 2:] = -100  # ignored by the loss, not counted in the test
     assert loss_of(labels, pixels) == F.cross_entropy(SCORES[:2], RIGHT[:2])
     assert dmcp.evaluate(Echo(), [(pixels, labels)]) == 1.0
-    with pytest.raises(TrainingError):
+    with pytest.raises(DataError):
         dmcp.evaluate(Echo(), [(pixels, torch.full_like(labels, -100))])
     broken = SCORES.clone()
     broken[0] = math.nan  # the largest of NaNs is the first
@@ -145,7 +145,7 @@ def test_the_metric_of_all_batches_is_no_mean_of_theirs() -> None:
     assert metric.calls == ["reset", "update", "update", "compute"]  # what has no samples is not shown
     assert metric.matrix.tolist() == [[2, 1], [0, 1]]  # and stays, to be looked at
     assert dmcp.evaluate(Echo(), BATCHES, dmcp.LowerIsBetter(metric)) == found
-    with pytest.raises(TrainingError):
+    with pytest.raises(DataError):
         dmcp.evaluate(Echo(), BATCHES[2:], metric)
 
 

@@ -64,6 +64,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "unknown baseline": (TrainingError, lambda: {"baselines": "no"}),
     # loaders
     "no batches": (DataError, lambda: {"loader": []}),
+    "no batches, no task": (DataError, lambda: {"loader": [], "task": None}),
     "generator for alphas": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), arch=iter(Noise()))}),  # type: ignore[arg-type]
     "alphas without input": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), arch=NAMELESS)}),
     "arrays": (DataError, lambda: {"loader": ARRAYS, "val_loader": ARRAYS}),
@@ -75,7 +76,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "ages": (DataError, lambda: {"model": means(1), "loader": changed(y=lambda y: 0 * y[:, None] + 1.0)}),
     "labels from 1": (DataError, lambda: {"loader": changed(y=lambda y: y + 1)}),
     # the test
-    "nothing to test on": (TrainingError, lambda: {"val_loader": []}),
+    "nothing to test on": (DataError, lambda: {"val_loader": []}),
     "test labels, later": (DataError, lambda: {"val_loader": [*Noise(1), *changed(y=lambda y: y + 1)]}),
     "tests of a generator": (DataError, lambda: {"val_loader": (it for it in Noise(1)), "baselines": True}),
     "metric of the wrong kind": (TrainingError, lambda: {"task": dmcp.Task(metric=lambda output, batch: None)}),

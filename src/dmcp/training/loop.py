@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dmcp.arguments import checked
 from dmcp.defaults import resolve_training
-from dmcp.errors import TrainingError
+from dmcp.errors import DataError, TrainingError
 from dmcp.runs.records import StepRecord
 from dmcp.runtime.batches import (
     Loader,
@@ -177,8 +177,8 @@ def train(
     loader: Loader,
     config: TrainConfig,
     *,
-    task: Task = Task(),
-    runtime: Runtime = Runtime(),
+    task: Task | None = None,
+    runtime: Runtime | None = None,
     teacher: nn.Module | None = None,
     after_epoch: Callable[[int], None] | None = None,
 ) -> list[StepRecord]:
@@ -191,11 +191,13 @@ def train(
     are the paper's.
     """
     config = resolve_training(config)
+    task = task or Task()
+    runtime = runtime or Runtime()
     task = with_optimizer(task, config.optimizer)
     check_trainable(model)
     _check_teacher_is_separate(model, teacher)
     if not length_of(loader):
-        raise TrainingError("There is nothing to train on: the loader has no batches.")
+        raise DataError("There is nothing to train on: the loader has no batches.")
     if teacher is not None and not runtime.name:  # prune has done this before the search
         task = with_distillation(task, model, loader)
         if task.distillation is None:

@@ -302,7 +302,7 @@ def sum_and_count(result: Any, batch: Any) -> Any:
 
 def _require_samples(samples: float | Tensor) -> None:
     if not samples:
-        raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
+        raise DataError("There is nothing to evaluate on: the loader gave no samples.")
 
 
 @contextlib.contextmanager
