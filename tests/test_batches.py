@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
-from dmcp.runtime.batches import FewBatches, batches_from, check_parts, input_of
+from dmcp.runtime.batches import FewBatches, batches_from, check_parts, input_of, labels_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 
@@ -31,6 +31,12 @@ def test_samplers_that_repeat_are_seen() -> None:
 def test_a_dict_with_other_keys_is_told_which() -> None:
     with pytest.raises(DataError, match=r"'image', 'target': .*pixel_values"):
         input_of({"image": torch.zeros(2), "target": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(4, 3), (torch.zeros(3), torch.tensor(1)), {"input": 0, "label": 1}])
+def test_what_is_no_batch_is_told_what_makes_batches(batch: Any) -> None:
+    with pytest.raises(DataError, match="batch_size=64"):
+        labels_of(batch)
 
 
 def test_few_batches_are_the_first_of_each_epoch_of_the_loader() -> None:

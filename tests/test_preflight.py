@@ -67,6 +67,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "no batches, no task": (DataError, lambda: {"loader": [], "task": None}),
     "generator for alphas": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), arch=iter(Noise()))}),  # type: ignore[arg-type]
     "alphas without input": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), arch=NAMELESS)}),
+    "samples": (DataError, lambda: {"loader": list(zip(*Noise().batches[0], strict=True))}),
     "arrays": (DataError, lambda: {"loader": ARRAYS, "val_loader": ARRAYS}),
     "bytes": (DataError, lambda: {"loader": changed(lambda x: x.byte())}),
     "NaN": (DataError, lambda: {"loader": changed(lambda x: x * NAN)}),

@@ -42,7 +42,16 @@ def input_of(batch: Any) -> Any:
 
 def labels_of(batch: Any) -> Tensor:
     """The labels, which the classification loss and the accuracy use."""
-    labels = None if isinstance(batch, Tensor) else _part(batch, 1, "label", "labels")
+    if isinstance(batch, Tensor):
+        raise DataError(
+            f"A batch is a tensor {tuple(batch.shape)} without labels: the loader must give (input, labels), as "
+            "DataLoader(TensorDataset(images, labels), batch_size=64) does."
+        )
+    labels = _part(batch, 1, "label", "labels")
+    if isinstance(labels, int) or (isinstance(labels, Tensor) and not labels.ndim):
+        raise DataError(
+            "A batch has a single label: the loader must give batches, as DataLoader(samples, batch_size=64) does."
+        )
     if not isinstance(labels, Tensor):
         raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")
     return labels
