@@ -101,6 +101,13 @@ def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypat
     assert len(states) == back + 1 and same(state(model), states[-1])
 
 
+def test_a_nan_in_the_data_is_said() -> None:
+    batches = some_batches(4)
+    batches[2][0][5, 0, 3, 3] = math.nan
+    with pytest.raises(DataError, match=r"step 2 .*nan.*step 0\..*check the data"):
+        train(tiny(), batches, SHORT)
+
+
 # teachers
 
 

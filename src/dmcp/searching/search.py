@@ -112,7 +112,8 @@ def search(
             log.show = show
             for step in range(begin, searcher.total):
                 searcher.at = step
-                log.add(searcher.run(data.next(), next_arch_batches))
+                batches = data.next()
+                log.add(searcher.run(batches, next_arch_batches), batches)
                 is_last = step + 1 == searcher.total
                 if checkpointer and (is_last or checkpointer.due(step + 1, world)):
                     log.flush()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dmcp.arguments import checked
 from dmcp.defaults import resolve_training
@@ -244,7 +246,7 @@ def train(
                 lr = learning_rate(step, steps, batches.samples([batch], world), config)
                 set_lr(optimizer, lr, shares)
                 step_loss = run_step(batch)
-                log.add(_PendingStep(epoch, step, steps, lr, step_loss, samples=size_of(batch)))
+                log.add(_PendingStep(epoch, step, steps, lr, step_loss, samples=size_of(batch)), [batch])
 
                 if batches.step % batches.per_epoch == 0:
                     log.flush()
@@ -365,6 +367,7 @@ class Log:
         self.on_record = on_record
         self.show = show
         self.pending: list[Any] = []
+        self.finite_inputs: list[list[Tensor]] = []  # of each pending step: whether the tensors are, on the device
 
     def begin(self, records: list[Any]) -> None:
         """Go on after these records, from the state that the network has now."""
@@ -372,9 +375,10 @@ class Log:
         self.last_read = time.monotonic()
         self.good_state = [tensor.detach().clone() for tensor in self._tensors()]
 
-    def add(self, step: Any) -> None:
-        """Keep a step; read the kept ones every so many steps, or when it is time."""
+    def add(self, step: Any, batches: Sequence[Any]) -> None:
+        """Keep a step on these batches; read the kept ones every so many steps, or when it is time."""
         self.pending.append(step)
+        self.finite_inputs.append(_finite_inputs(batches))
         if len(self.pending) == self.every or overdue(self.last_read, self.device):
             self.flush()
 
@@ -383,15 +387,16 @@ class Log:
         if not self.pending:
             return
         records = self.read(self.pending)
-        self.pending = []
         for record in records:
             for source, numbers in record.losses.items():
                 for loss in numbers:
                     if not math.isfinite(loss):
-                        self._stop(f"the loss is {loss}{source}", record, records[0])
+                        self._stop(f"the loss is {loss}{source}", record, records)
         if not torch.stack([weight.detach().isfinite().all() for weight in self.net.parameters()]).all():
-            self._stop("a weight is no longer finite", records[-1], records[0])
+            self._stop("a weight is no longer finite", records[-1], records)
 
+        self.pending = []
+        self.finite_inputs = []
         self.begin([*self.records, *records])
         for record in records:
             self.on_record(record)
@@ -402,13 +407,27 @@ class Log:
         return [*self.net.parameters(), *self.net.buffers()]
 
     @torch.no_grad()
-    def _stop(self, reason: str, record: Any, first_record: Any) -> NoReturn:
+    def _stop(self, reason: str, record: Any, records: list[Any]) -> NoReturn:
         for tensor, good in zip(self._tensors(), self.good_state, strict=True):
             tensor.copy_(good)
-        raise TrainingError(
-            f"Training stopped at step {record.step} (epoch {record.epoch}): {reason}. The network is as it was "
-            f"before step {first_record.step}. A smaller lr often helps."
+        text = (
+            f"Training stopped at step {record.step} (epoch {record.epoch}): {reason}. The network is as it was before "
+            f"step {records[0].step}."
         )
+        for finite in itertools.chain(*self.finite_inputs[: 1 + records.index(record)]):
+            if not finite:
+                raise DataError(f"{text} The input of a batch has NaN or infinite values: check the data.")
+        raise TrainingError(f"{text} A smaller lr often helps; else check the loss and the labels.")
+
+
+def _finite_inputs(batches: Sequence[Any]) -> list[Tensor]:
+    """Whether each tensor of the inputs is finite."""
+    finite = []
+    for batch in batches:
+        for leaf in tree_leaves(input_of(batch)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                finite.append(leaf.isfinite().all())
+    return finite
 
 
 def resume(
