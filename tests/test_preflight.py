@@ -84,6 +84,8 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "metric that fails": (ZeroDivisionError, lambda: {"task": dmcp.Task(metric=lambda output, batch: 1 / 0)}),
     # networks
     "frozen": (TrainingError, lambda: {"model": broken(lambda it: it.requires_grad_(False))}),
+    "on the meta device": (TrainingError, lambda: {"model": means().to("meta")}),
+    "lazy": (TrainingError, lambda: {"model": nn.Sequential(nn.LazyConv2d(4, 3), nn.Conv2d(4, 5, 3))}),
     "infinite weight": (TrainingError, lambda: {"model": broken(lambda it: it.stem.weight.data.fill_(float("inf")))}),
     "writes into its input": (TrainingError, lambda: {"model": Writing()}),
     "other fresh network": (WidthsError, lambda: {"task": dmcp.Task(fresh=nn.Linear(2, 2))}),

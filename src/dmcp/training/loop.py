@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from dmcp.arguments import checked
@@ -159,7 +160,14 @@ class Runtime:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise TrainingError for a network without trainable parameters, or where gradients are switched off."""
+    """Raise TrainingError for a network without values or trainable parameters, or where gradients are switched off."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise TrainingError(f"{name} of the model has no shape yet: call the model once, on the input of a batch.")
+        if tensor.is_meta:
+            raise TrainingError(
+                f"{name} of the model is on the meta device, where tensors have no values: build the model on the CPU."
+            )
     if not torch.is_grad_enabled():
         raise TrainingError(
             "Gradients are switched off here (torch.no_grad or torch.inference_mode): call this function outside of it."
