@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from nets import Residual, Toy, means, same, state
 from short_runs import Noise, prune, traced_residual
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import dmcp
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.settings import SearchConfig
+from dmcp.training.losses import LossWarning
 from dmcp.training.preflight import check_classifier, check_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.training.distillation.DistillationWarning")
@@ -123,6 +126,20 @@ def test_what_does_no_harm_is_allowed() -> None:
     check_forward(Writing(lambda x: x.clone().mul_(2)), x)
     with pytest.raises(TrainingError):
         check_forward(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Threshold(0, float("nan"))), x)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_parameters_of_a_loss_are_not_trained(trainable: bool) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, output: Tensor, batch: Any) -> Tensor:  # type: ignore[override]
+            return F.cross_entropy(super().forward(output), batch[1])
+
+    loss = Scaled(5, 5).requires_grad_(trainable)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prune(task=dmcp.Task(loss=loss), method="uniform")
+    texts = [str(it.message) for it in caught if it.category is LossWarning]
+    assert len(texts) == trainable and all("weight" in text for text in texts)
 
 
 def test_the_command_line_takes_classifiers_only() -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmcp.arguments import checked
 from dmcp.errors import DataError, DmcpError, DmcpWarning, TrainingError, warn
 from dmcp.runtime.batches import labels_of, size_of, widest
-from dmcp.runtime.distributed import World, gather, sum_values
+from dmcp.runtime.distributed import World, current, gather, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], Any]  # (output, batch) -> (sum over the samples, their count), or the mean
@@ -43,7 +43,25 @@ class MetricWarning(DmcpWarning):
     """A metric that is not a number, or an accuracy of scores that are not numbers."""
 
 
+class LossWarning(DmcpWarning):
+    """A loss that has parameters of its own, which are not trained."""
+
+
 # losses
+
+
+def warn_of_parameters(loss: Loss | None) -> None:
+    """Warn, once for all ranks, of a loss with parameters that need a gradient: only those of the network learn."""
+    if not isinstance(loss, nn.Module) or not current().first:
+        return
+    for name, parameter in loss.named_parameters():
+        if parameter.requires_grad:
+            warn(
+                f"The loss has trainable parameters, such as {name}, that stay as they are, because only the network "
+                "is trained: make them part of the network, or call loss.requires_grad_(False) if you mean this.",
+                LossWarning,
+            )
+            return
 
 
 def classification_loss(label_smoothing: float = 0.0) -> Loss:

@@ -37,6 +37,7 @@ from dmcp.training.losses import (
     check_range,
     score_by,
     scores_of,
+    warn_of_parameters,
 )
 from dmcp.training.optimizer import make_optimizer, parameter_groups
 from dmcp.units import show_shape
@@ -64,6 +65,7 @@ def preflight(
     # The task.
     check_trainable(model)
     check_metric(task.metric, current())
+    warn_of_parameters(task.loss)
     if task.optimizer is not None:
         make_optimizer(task.optimizer, parameter_groups(model, 0.0))
 
