@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import Residual, Toy, means, same, state
+from nets import Residual, Toy, means, same, state, unit
 from short_runs import Noise, prune, traced_residual
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import dmcp
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
@@ -60,6 +61,10 @@ NAMELESS = [{"image": torch.zeros(2, *Residual.SHAPE)}]
 ARRAYS = [(np.zeros((4, *Residual.SHAPE), np.float32), np.zeros(4))]
 OWN = dmcp.Task(loss=lambda output, _: output["classes"].sum(), metric=lambda output, _: (output.sum(), len(output)))
 NAN = float("nan")
+NORMED = Toy(
+    lambda m, x: m.head(m.norm(m.conv(x).mean((2, 3)))), conv=unit(3, 8), norm=nn.BatchNorm1d(8), head=nn.Linear(8, 5)
+)
+SAMPLES = [(torch.randn(Residual.SHAPE), label) for label in [0, 1, 2, 3, 4, 0, 1]]
 CASES: dict[str, tuple[type[Exception], Any]] = {
     # settings
     "unreachable budget": (BudgetError, lambda: {"search": SearchConfig(budget=3, groups=4)}),
@@ -78,6 +83,7 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "several labels": (DataError, lambda: {"loader": changed(y=lambda y: (torch.arange(5) <= y[:, None]).float())}),
     "positions": (DataError, lambda: {"loader": changed(y=lambda y: torch.eye(5)[y] * 2 - torch.eye(5)[4 - y])}),
     "ages": (DataError, lambda: {"model": means(1), "loader": changed(y=lambda y: 0 * y[:, None] + 1.0)}),
+    "a last sample alone": (DataError, lambda: {"model": NORMED, "loader": DataLoader(SAMPLES, 6)}),
     "labels from 1": (DataError, lambda: {"loader": changed(y=lambda y: y + 1)}),
     # the test
     "nothing to test on": (DataError, lambda: {"val_loader": []}),
@@ -124,6 +130,8 @@ def test_what_does_no_harm_is_allowed() -> None:
     check_forward(masked, x)  # a mask may be infinite
     check_forward(Writing(lambda x: x.relu_()), x)  # a second pass finds it as the first has left it
     check_forward(Writing(lambda x: x.clone().mul_(2)), x)
+    assert prune(NORMED, DataLoader(SAMPLES, 6, drop_last=True), method="uniform").rows
+    assert prune(loader=DataLoader(SAMPLES, 6), method="uniform").rows
     with pytest.raises(TrainingError):
         check_forward(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Threshold(0, float("nan"))), x)
 

@@ -116,6 +116,15 @@ def peek(loader: Any) -> list[Any] | None:
     return list(itertools.islice((batch for batch in loader if size_of(batch)), 1))
 
 
+def ends_with_one_sample(loader: Any) -> bool:
+    """Whether the last of several batches is known to have one sample: that of a torch DataLoader with a batch size."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    if loader.batch_size in (None, 1) or loader.drop_last:
+        return False
+    return len(loader.sampler) % loader.batch_size == 1  # type: ignore[arg-type]
+
+
 def start_epoch(loader: Any, epoch: int) -> None:
     """Tell the loader, or the sampler of a torch DataLoader, which epoch is next."""
     for owner in (loader, getattr(loader, "sampler", None)):

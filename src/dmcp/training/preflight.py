@@ -15,6 +15,7 @@ from dmcp.runtime.batches import (
     Loader,
     check_parts,
     device_of,
+    ends_with_one_sample,
     input_of,
     labels_of,
     length_of,
@@ -89,6 +90,10 @@ def preflight(
         _check_labels(model, example, batch)
     task = with_distillation(task, model, [batch])
 
+    for name, loader in loaders.items():
+        if ends_with_one_sample(loader):
+            _check_one_sample(model, sample, name)
+
     # Those it learns from.
     distill = task.distillation or Distill.CLASSES
     if slimmable:
@@ -150,6 +155,17 @@ def _check_finite(model: nn.Module, inputs: list[Tensor], outputs: list[Tensor],
     else:
         where = f"output of the {role} on an example is NaN or infinite"
     raise TrainingError(f"The {where}: check its weights, and its forward for a division by 0 or a logarithm.")
+
+
+def _check_one_sample(model: nn.Module, sample: Any, name: str) -> None:
+    """Refuse a last batch of one sample where the network can only be trained on more, as some BatchNorms can."""
+    one = tree_map_only(Tensor, lambda tensor: tensor[:1], sample)
+    takes_several = _output(unwrap(model), sample, train=True) is not None
+    if takes_several and _output(unwrap(model), one, train=True) is None:
+        raise DataError(
+            f"The last batch of the {name} has one sample, but the network can only be trained on several at once, as "
+            "BatchNorm needs: use DataLoader(..., drop_last=True)."
+        )
 
 
 def _check_labels(model: nn.Module, example: Any, batch: Any) -> None:
