@@ -55,8 +55,8 @@ WRONG: list[tuple[Callable[..., object], str, list[Any]]] = [
     (prune, "baselines", [5, None, [1, 2]]),
     (prune, "graph", [MODEL, GRAPH.full]),
     (prune, "latency", [5, "table.json"]),
-    (prune, "task", [None, nn.CrossEntropyLoss()]),
-    (prune, "runtime", [None, dmcp.Engine()]),
+    (prune, "task", [nn.CrossEntropyLoss()]),
+    (prune, "runtime", [dmcp.Engine()]),
     (lambda **changed: dmcp.trace(MODEL, IMAGES[:2], **changed), "ignore", [None, 5, [1], b"x", MODEL, np.zeros(2)]),
     (lambda **changed: dmcp.trace(MODEL, IMAGES[:2], **changed), "rules", ["x", 5, GRAPH]),
     (lambda **changed: dmcp.trace(MODEL, IMAGES[:2], **changed), "exact", [None, "no", IMAGES]),
@@ -119,6 +119,9 @@ def test_what_fits_is_taken() -> None:
     assert dmcp.Supernet(MODEL, GRAPH, groups=np.int64(4)).sizes.shape == NET.sizes.shape  # type: ignore[arg-type]
     assert dmcp.Task(optimizer=torch.optim.SGD).optimizer is torch.optim.SGD  # a class makes its instances
     assert dmcp.Checkpointer("folder").folder == Path("folder")  # type: ignore[arg-type]
+    dmcp.Searcher(NET, SEARCH, 2, task=None)
+    dmcp.search(dmcp.Supernet(build(), GRAPH, 4), BATCHES, SEARCH, task=None, runtime=None)
+    dmcp.train(build(), BATCHES, TRAIN, task=None, runtime=None)
     assert 0 <= dmcp.evaluate(MODEL, (batch for batch in BATCHES)) <= 1  # a generator gives batches once
     assert dmcp.trace(MODEL, IMAGES[:2], ignore="0").spaces == dmcp.trace(MODEL, IMAGES[:2], ignore=iter(["0"])).spaces
 

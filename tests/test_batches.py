@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Toy, unit
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+import dmcp
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
-from dmcp.runtime.batches import FewBatches, batches_from, check_parts, input_of
+from dmcp.runtime.batches import FewBatches, arguments_of, batches_from, check_parts, input_of, labels_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
 
 
@@ -31,6 +35,45 @@ def test_samplers_that_repeat_are_seen() -> None:
 def test_a_dict_with_other_keys_is_told_which() -> None:
     with pytest.raises(DataError, match=r"'image', 'target': .*pixel_values"):
         input_of({"image": torch.zeros(2), "target": torch.zeros(2)})
+
+
+class Pair(nn.Module):
+    """Compares two images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(unit(1, 8), unit(8, 8))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Any:
+        return self.head(scale * (self.body(a) - self.body(b)).mean((2, 3)))
+
+
+def test_a_list_is_several_arguments_where_the_forward_needs_them() -> None:
+    batch = ([torch.zeros(2, 1, 4, 4)] * 2, torch.zeros(2))
+    assert arguments_of(Pair(), batch) == tuple(batch[0])
+    assert arguments_of(nn.DataParallel(Pair()), batch) == tuple(batch[0])
+    for model in (Toy(lambda m, x: x), nn.MultiheadAttention(2, 1)):
+        assert (arguments_of(model, batch) is batch[0]) == isinstance(model, Toy)
+    assert arguments_of(Pair(), batch[0]) is batch[0][0]  # a batch whose input is a tensor
+
+
+def test_pairs_of_a_data_loader_are_searched_trained_and_tested() -> None:
+    samples = [((torch.randn(1, 8, 8), torch.randn(1, 8, 8)), index % 2) for index in range(12)]
+    loader = DataLoader(samples, 6)
+    search, train = dmcp.SearchConfig(budget="60%", epochs=2, groups=4), dmcp.TrainConfig(epochs=1, lr=0.01)
+    own = dmcp.Task(loss=lambda output, batch: F.cross_entropy(output, batch[1]))
+    for task, method in ((None, "dmcp"), (own, "sensitivity"), (None, "autoslim")):
+        result = dmcp.prune(Pair(), loader, loader, search=search, train=train, task=task, method=method)
+        assert result.rows[-1].samples == 12
+    dmcp.recalibrate(result.model, loader)
+    assert 0 <= dmcp.evaluate(result.model, loader) <= 1
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(4, 3), (torch.zeros(3), torch.tensor(1)), {"input": 0, "label": 1}])
+def test_what_is_no_batch_is_told_what_makes_batches(batch: Any) -> None:
+    with pytest.raises(DataError, match="batch_size=64"):
+        labels_of(batch)
 
 
 def test_few_batches_are_the_first_of_each_epoch_of_the_loader() -> None:

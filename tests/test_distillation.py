@@ -156,6 +156,7 @@ def dice(scores: Tensor, labels: Tensor) -> Tensor:
 
 IMAGE = lambda x: x * 2  # noqa: E731
 FLAT = lambda x: x.mean((2, 3))  # noqa: E731
+STEPS = lambda x: F.avg_pool2d(x, 2).mean(3)  # noqa: E731  # as many steps as classes
 HEADS = lambda x: {"class": x.mean((2, 3)), "age": x.mean((1, 2, 3))[:, None]}  # noqa: E731
 CLEAR: dict[str, tuple[Any, Any, Any]] = {  # output, loss, and the distillation loss by hand
     "mse": (IMAGE, lambda it, b: nn.MSELoss()(it, b[1]), squares),
@@ -187,6 +188,7 @@ CLEAR: dict[str, tuple[Any, Any, Any]] = {  # output, loss, and the distillation
         lambda a, b: differences(a, b) + 0.5 * squares(a, b),
     ),
     "classes": (FLAT, lambda it, b: F.cross_entropy(it, CLASSES), divergence),
+    "steps": (STEPS, lambda it, b: F.cross_entropy(it, LABELS[:, :3, 0]), divergence),
     "pixels": (IMAGE, lambda it, b: nn.CrossEntropyLoss(reduction="sum")(it, b[2]) / b[2].numel(), divergence),
     "dice": (IMAGE, lambda it, b: dice(it, b[2]), divergence),
     "resized": (
@@ -245,6 +247,9 @@ UNCLEAR: dict[str, tuple[Any, Any]] = {
     "binary": (IMAGE, lambda it, b: F.binary_cross_entropy_with_logits(it, b[1])),
     "part of it": (IMAGE, lambda it, b: F.mse_loss(it[:, 1:], b[1][:, 1:]) + F.cross_entropy(it[:, :1], LABELS * 0)),
     "other dim": (lambda x: x.flatten(2), lambda it, b: F.cross_entropy(it.flatten(0, 1), torch.zeros(12).long())),
+    "classes last": (STEPS, lambda it, b: F.cross_entropy(it.transpose(1, 2), LABELS[:, :3, 0])),
+    "converted": (STEPS, lambda it, b: F.cross_entropy(it.transpose(1, 2).float(), LABELS[:, :3, 0])),
+    "softmax of classes last": (STEPS, lambda it, b: it.mT.log_softmax(dim=1).square().mean()),
     "softmax of another dim": (IMAGE, lambda it, b: it.softmax(dim=2).square().mean()),
     "one of two": (HEADS, lambda it, b: F.cross_entropy(it["class"], CLASSES) + it["age"].mean()),
     "negative": (IMAGE, lambda it, b: -F.mse_loss(it, b[1])),

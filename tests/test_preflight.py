@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from nets import Residual, Toy, means, same, state
+from nets import Residual, Toy, means, same, state, unit
 from short_runs import Noise, prune, traced_residual
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import dmcp
 from dmcp.errors import BudgetError, DataError, TrainingError, WidthsError
 from dmcp.settings import SearchConfig
+from dmcp.training.losses import LossWarning
 from dmcp.training.preflight import check_classifier, check_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore::dmcp.training.distillation.DistillationWarning")
@@ -57,6 +61,10 @@ NAMELESS = [{"image": torch.zeros(2, *Residual.SHAPE)}]
 ARRAYS = [(np.zeros((4, *Residual.SHAPE), np.float32), np.zeros(4))]
 OWN = dmcp.Task(loss=lambda output, _: output["classes"].sum(), metric=lambda output, _: (output.sum(), len(output)))
 NAN = float("nan")
+NORMED = Toy(
+    lambda m, x: m.head(m.norm(m.conv(x).mean((2, 3)))), conv=unit(3, 8), norm=nn.BatchNorm1d(8), head=nn.Linear(8, 5)
+)
+SAMPLES = [(torch.randn(Residual.SHAPE), label) for label in [0, 1, 2, 3, 4, 0, 1]]
 CASES: dict[str, tuple[type[Exception], Any]] = {
     # settings
     "unreachable budget": (BudgetError, lambda: {"search": SearchConfig(budget=3, groups=4)}),
@@ -64,20 +72,29 @@ CASES: dict[str, tuple[type[Exception], Any]] = {
     "unknown baseline": (TrainingError, lambda: {"baselines": "no"}),
     # loaders
     "no batches": (DataError, lambda: {"loader": []}),
+    "no batches, no task": (DataError, lambda: {"loader": [], "task": None}),
     "generator for alphas": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), arch=iter(Noise()))}),  # type: ignore[arg-type]
     "alphas without input": (DataError, lambda: {"loader": dmcp.Loaders(search=Noise(), arch=NAMELESS)}),
+    "samples": (DataError, lambda: {"loader": list(zip(*Noise().batches[0], strict=True))}),
     "arrays": (DataError, lambda: {"loader": ARRAYS, "val_loader": ARRAYS}),
     "bytes": (DataError, lambda: {"loader": changed(lambda x: x.byte())}),
     "NaN": (DataError, lambda: {"loader": changed(lambda x: x * NAN)}),
+    "counts of classes": (DataError, lambda: {"loader": changed(y=lambda y: torch.eye(5)[y] * 7)}),
+    "several labels": (DataError, lambda: {"loader": changed(y=lambda y: (torch.arange(5) <= y[:, None]).float())}),
+    "positions": (DataError, lambda: {"loader": changed(y=lambda y: torch.eye(5)[y] * 2 - torch.eye(5)[4 - y])}),
+    "ages": (DataError, lambda: {"model": means(1), "loader": changed(y=lambda y: 0 * y[:, None] + 1.0)}),
+    "a last sample alone": (DataError, lambda: {"model": NORMED, "loader": DataLoader(SAMPLES, 6)}),
     "labels from 1": (DataError, lambda: {"loader": changed(y=lambda y: y + 1)}),
     # the test
-    "nothing to test on": (TrainingError, lambda: {"val_loader": []}),
+    "nothing to test on": (DataError, lambda: {"val_loader": []}),
     "test labels, later": (DataError, lambda: {"val_loader": [*Noise(1), *changed(y=lambda y: y + 1)]}),
     "tests of a generator": (DataError, lambda: {"val_loader": (it for it in Noise(1)), "baselines": True}),
     "metric of the wrong kind": (TrainingError, lambda: {"task": dmcp.Task(metric=lambda output, batch: None)}),
     "metric that fails": (ZeroDivisionError, lambda: {"task": dmcp.Task(metric=lambda output, batch: 1 / 0)}),
     # networks
     "frozen": (TrainingError, lambda: {"model": broken(lambda it: it.requires_grad_(False))}),
+    "on the meta device": (TrainingError, lambda: {"model": means().to("meta")}),
+    "lazy": (TrainingError, lambda: {"model": nn.Sequential(nn.LazyConv2d(4, 3), nn.Conv2d(4, 5, 3))}),
     "infinite weight": (TrainingError, lambda: {"model": broken(lambda it: it.stem.weight.data.fill_(float("inf")))}),
     "writes into its input": (TrainingError, lambda: {"model": Writing()}),
     "other fresh network": (WidthsError, lambda: {"task": dmcp.Task(fresh=nn.Linear(2, 2))}),
@@ -106,14 +123,31 @@ def test_mistakes_are_refused_before_the_first_step(name: str) -> None:
 
 
 def test_what_does_no_harm_is_allowed() -> None:
-    assert prune(loader=changed(y=lambda y: torch.eye(5)[y] * 7)).rows  # shares of classes
+    mixed = lambda y: (0.7 * torch.eye(5)[y] + 0.3 * torch.eye(5)[y.flip(0)]).bfloat16()  # noqa: E731
+    assert prune(loader=changed(y=mixed)).rows
     masked, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(2, *Residual.SHAPE)
     masked.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
     check_forward(masked, x)  # a mask may be infinite
     check_forward(Writing(lambda x: x.relu_()), x)  # a second pass finds it as the first has left it
     check_forward(Writing(lambda x: x.clone().mul_(2)), x)
+    assert prune(NORMED, DataLoader(SAMPLES, 6, drop_last=True), method="uniform").rows
+    assert prune(loader=DataLoader(SAMPLES, 6), method="uniform").rows
     with pytest.raises(TrainingError):
         check_forward(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Threshold(0, float("nan"))), x)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_parameters_of_a_loss_are_not_trained(trainable: bool) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, output: Tensor, batch: Any) -> Tensor:  # type: ignore[override]
+            return F.cross_entropy(super().forward(output), batch[1])
+
+    loss = Scaled(5, 5).requires_grad_(trainable)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prune(task=dmcp.Task(loss=loss), method="uniform")
+    texts = [str(it.message) for it in caught if it.category is LossWarning]
+    assert len(texts) == trainable and all("weight" in text for text in texts)
 
 
 def test_the_command_line_takes_classifiers_only() -> None:

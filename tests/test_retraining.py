@@ -231,6 +231,16 @@ def test_the_most_common_label_is_no_knowledge() -> None:
     assert not is_trained(model, 4, batches, None)
 
 
+def test_bool_labels_are_the_classes_0_and_1() -> None:
+    x = torch.randn(64, 3, 8, 8)
+    labels = x.mean((1, 2, 3)) > 0
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    assert not is_trained(model, 2, [(x, labels)], None)
+    model[-1].weight.data.copy_(torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
+    model[-1].bias.data.zero_()
+    assert is_trained(model, 2, [(x, labels)], None)
+
+
 @pytest.mark.parametrize(("right", "samples", "share"), [(25, 64, 0.25), (3, 5, 0.5), (10, 10, 0.1), (0, 4, 0.5)])
 def test_the_probability_of_right_answers_is_binomial(right: int, samples: int, share: float) -> None:
     terms = [math.comb(samples, k) * share**k * (1 - share) ** (samples - k) for k in range(right, samples + 1)]

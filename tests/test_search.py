@@ -278,6 +278,12 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(
     assert bits(net).items() >= good[-1][1].items()  # but for counts of batches, which a search leaves alone
 
 
+def test_batches_that_are_not_finite_stop_the_search() -> None:
+    batches = [*Noise(), *((x / 0, y) for x, y in Noise())]
+    with pytest.raises(DataError, match=r"step 2 .*nan.*check the data"):
+        search(supernet(), batches)
+
+
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [

@@ -101,6 +101,13 @@ def test_a_nan_stops_and_keeps_the_last_good_state(at: int, back: int, monkeypat
     assert len(states) == back + 1 and same(state(model), states[-1])
 
 
+def test_a_nan_in_the_data_is_said() -> None:
+    batches = some_batches(4)
+    batches[2][0][5, 0, 3, 3] = math.nan
+    with pytest.raises(DataError, match=r"step 2 .*nan.*step 0\..*check the data"):
+        train(tiny(), batches, SHORT)
+
+
 # teachers
 
 
@@ -126,7 +133,7 @@ def test_a_step_has_the_temperature_and_the_weight_of_its_settings() -> None:
 def test_what_cannot_be_trained() -> None:
     net, batches = tiny(), some_batches(1)
     calls: list[tuple[type[Exception], Any]] = [
-        (TrainingError, lambda: train(net, [], SHORT)),
+        (DataError, lambda: train(net, [], SHORT)),
         (DataError, lambda: train(net, iter(batches), SHORT)),
         (TrainingError, lambda: train(tiny().requires_grad_(False), batches, SHORT)),
         (TrainingError, lambda: torch.no_grad()(train)(net, batches, SHORT)),
@@ -174,5 +181,5 @@ def test_evaluation_weighs_samples_not_batches() -> None:
     assert evaluate(model, loader, metric=lambda output, batch: (output.sum(), len(output))) == 1.0
     assert evaluate(model, loader, forward=lambda x: 1 - x + 0 * model.eval()(x)) == 1 / 7
     assert training.evaluate_counted(model, loader) == (6 / 7, 7)
-    with pytest.raises(TrainingError):
+    with pytest.raises(DataError):
         evaluate(model, [])

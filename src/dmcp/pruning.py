@@ -69,8 +69,8 @@ def prune(
     baselines: bool | Collection[str] = False,
     graph: ChannelGraph | None = None,
     latency: Latency | Measure | None = None,
-    task: Task = Task(),
-    runtime: Runtime = Runtime(),
+    task: Task | None = None,
+    runtime: Runtime | None = None,
 ) -> PruneResult:
     """Search for widths within the budget, cut the model, train the result and test it. The model is not changed.
 
@@ -105,6 +105,8 @@ def prune(
     runtime: the engine, the checkpoints to resume from, and a function that receives the record of each step.
     """
     # What is asked for. Mistakes are refused here, before anything runs.
+    task = task or Task()
+    runtime = runtime or Runtime()
     seed = train.seed if train is not None else TrainConfig.seed
     loader, val_loader = loaders_of_rows(model, loader, val_loader, seed, holds_out=within is not None)
     request = read_request(

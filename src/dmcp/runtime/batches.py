@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import World
-from dmcp.tracing.modules import tensors_in
+from dmcp.tracing.modules import tensors_in, unwrap
 
 HELD_OUT = 0.2  # share of the training images that `within` decides on
 
@@ -40,9 +41,38 @@ def input_of(batch: Any) -> Any:
     return _part(batch, 0, "input", "pixel_values")
 
 
+def arguments_of(model: nn.Module, batch: Any) -> Any:
+    """The input of the batch as this model takes it: a list is a tuple of arguments if the forward needs several.
+
+    torch's default_collate makes lists of the tuples in a data set; but a list may also be one argument.
+    """
+    example = input_of(batch)
+    if type(example) is list and _needs_several(unwrap(model).forward):
+        return tuple(example)
+    return example
+
+
+def _needs_several(forward: Callable[..., Any]) -> bool:
+    """Whether a function needs more than one positional argument."""
+    needed = 0
+    for parameter in inspect.signature(forward).parameters.values():
+        is_positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        needed += is_positional and parameter.default is parameter.empty
+    return needed > 1
+
+
 def labels_of(batch: Any) -> Tensor:
     """The labels, which the classification loss and the accuracy use."""
-    labels = None if isinstance(batch, Tensor) else _part(batch, 1, "label", "labels")
+    if isinstance(batch, Tensor):
+        raise DataError(
+            f"A batch is a tensor {tuple(batch.shape)} without labels: the loader must give (input, labels), as "
+            "DataLoader(TensorDataset(images, labels), batch_size=64) does."
+        )
+    labels = _part(batch, 1, "label", "labels")
+    if isinstance(labels, int) or (isinstance(labels, Tensor) and not labels.ndim):
+        raise DataError(
+            "A batch has a single label: the loader must give batches, as DataLoader(samples, batch_size=64) does."
+        )
     if not isinstance(labels, Tensor):
         raise DataError(f"The labels of a batch must be a tensor, not a {type(labels).__name__}.")
     return labels
@@ -105,6 +135,15 @@ def peek(loader: Any) -> list[Any] | None:
     if is_used_up(loader):
         return None
     return list(itertools.islice((batch for batch in loader if size_of(batch)), 1))
+
+
+def ends_with_one_sample(loader: Any) -> bool:
+    """Whether the last of several batches is known to have one sample: that of a torch DataLoader with a batch size."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    if loader.batch_size in (None, 1) or loader.drop_last:
+        return False
+    return len(loader.sampler) % loader.batch_size == 1  # type: ignore[arg-type]
 
 
 def start_epoch(loader: Any, epoch: int) -> None:

@@ -63,8 +63,8 @@ def search(
     config: SearchConfig,
     *,
     arch_loader: Loader | None = None,
-    task: Task = Task(),
-    runtime: Runtime = Runtime(),
+    task: Task | None = None,
+    runtime: Runtime | None = None,
 ) -> SearchResult:
     """Train the supernet's weights and alphas in turn, in place; the alphas are the distribution of widths.
 
@@ -75,6 +75,8 @@ def search(
     search has no test images to see whether the model is trained. For a trained model, set at least warmup=0, sort=True
     and a small lr, or let `prune` choose.
     """
+    task = task or Task()
+    runtime = runtime or Runtime()
     if config.distill is not False:
         task = with_distillation(task, net.model, loader)
     config = _resolve(config, task)
@@ -110,7 +112,8 @@ def search(
             log.show = show
             for step in range(begin, searcher.total):
                 searcher.at = step
-                log.add(searcher.run(data.next(), next_arch_batches))
+                batches = data.next()
+                log.add(searcher.run(batches, next_arch_batches), batches)
                 is_last = step + 1 == searcher.total
                 if checkpointer and (is_last or checkpointer.due(step + 1, world)):
                     log.flush()
@@ -150,12 +153,13 @@ class Searcher:
         config: SearchConfig,
         steps_per_epoch: int,
         *,
-        task: Task = Task(),
+        task: Task | None = None,
         engine: ResolvedEngine | None = None,  # default: as plain PyTorch runs it
         batches: Iterable[Any] | None = None,  # to sort channels by; default: by the norms of their filters
     ) -> None:
         if steps_per_epoch < 1:
             raise TrainingError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}: is the loader empty?")
+        task = task or Task()
         config = _resolve(config, task)
         task = with_optimizer(task, config.optimizer)
         trains_weights = config.warmup_epochs > 0 or config.train_weights

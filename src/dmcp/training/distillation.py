@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import DmcpWarning, TrainingError, warn
-from dmcp.runtime.batches import device_of, input_of
+from dmcp.runtime.batches import arguments_of, device_of
 from dmcp.runtime.checkpoint import untouched
 from dmcp.runtime.distributed import current
 from dmcp.settings import Distill
@@ -209,7 +209,7 @@ def distillation_by_loss(loss: Loss, model: nn.Module, batch: Any) -> tuple[Term
         if isinstance(loss, nn.Module):
             copy_of_loss = narrow(loss, {}, {})
         with untouched([batch], device), torch.enable_grad():
-            output = call_model(copy_of_model, input_of(batch))
+            output = call_model(copy_of_model, arguments_of(model, batch))
             outputs = tensors_in(output)
             watch = _LossWatch(outputs)
             with watch:
@@ -221,6 +221,15 @@ def distillation_by_loss(loss: Loss, model: nn.Module, batch: Any) -> tuple[Term
     if not is_clear or any(term.weight <= 0 for term in terms):
         return None
     return tuple(terms)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An output, a conversion of it, or a view of all of it."""
+
+    index: int  # of the output
+    tensor: Tensor
+    has_classes: bool  # whether its dim 1 is that of the output
 
 
 @dataclass(frozen=True)
@@ -238,8 +247,7 @@ class _LossWatch(TorchFunctionMode):
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.outputs = outputs
-        self.numbered = list(enumerate(outputs))  # with conversions of outputs, which have the output's number
+        self.seen = [_Seen(index, output, output.ndim >= 2) for index, output in enumerate(outputs)]
         self.calls: list[_LossCall] = []
         self.softmaxes: set[int] = set()  # outputs with a softmax along dim 1
 
@@ -252,9 +260,9 @@ class _LossWatch(TorchFunctionMode):
             arguments = signature(function).bind(*args, **kwargs).arguments
             self._note_loss(function, arguments, result)
         elif function in _CONVERSIONS:
-            index = self._find(next(iter([*args, *kwargs.values()])))
-            if index is not None:
-                self.numbered.append((index, result))
+            converted = self._find(next(iter([*args, *kwargs.values()])))
+            if converted is not None:
+                self.seen.append(replace(converted, tensor=result))
         return result
 
     def terms(self, value: Tensor) -> list[Term]:
@@ -269,49 +277,48 @@ class _LossWatch(TorchFunctionMode):
         return terms
 
     def _note_softmax(self, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> None:
-        index = self._find_scores(input)
-        if index is not None and dim is not None and dim % input.ndim == 1:
-            self.softmaxes.add(index)
+        scores = self._find(input)
+        if scores is not None and scores.has_classes and dim is not None and dim % input.ndim == 1:
+            self.softmaxes.add(scores.index)
 
     def _note_loss(self, function: Any, arguments: Mapping[str, Any], result: Tensor) -> None:
         tensor = arguments["input"]
         kind: Distill | Distance
         if function in _CLASSIFICATIONS:
-            index = self._find_scores(tensor)
+            seen = self._find(tensor)
+            if seen is not None and not seen.has_classes:
+                seen = None
             kind = Distill.CLASSES
             count = tensor.numel() // tensor.shape[-1 if tensor.ndim < 2 else 1]
         else:
-            index = self._find(tensor)
-            if index is None:
-                index = self._find(arguments["target"])
+            seen = self._find(tensor)
+            if seen is None:
+                seen = self._find(arguments["target"])
             options = {name: arguments[name] for name in ("beta", "delta") if name in arguments}
             kind = _REGRESSIONS[function] or partial(_number_distance, partial(function, **options))
             count = tensor.numel()
             if arguments.get("weight") is not None:  # the teacher's outputs have no such weights
-                index = None
-        if index is not None:
+                seen = None
+        if seen is not None:
             is_sum = arguments.get("reduction") == "sum"
-            self.calls.append(_LossCall(index, kind, result, summed=count if is_sum else 1))
+            self.calls.append(_LossCall(seen.index, kind, result, summed=count if is_sum else 1))
 
-    def _find_scores(self, tensor: Tensor) -> int | None:
-        """The output whose dim 1 is that of the tensor."""
-        index = self._find(tensor)
-        if index is None:
-            return None
-        output = self.outputs[index]
-        has_dim = tensor.ndim == output.ndim >= 2 and tensor.shape[1] == output.shape[1]
-        return index if has_dim else None
-
-    def _find(self, tensor: Tensor) -> int | None:
+    def _find(self, tensor: Tensor) -> _Seen | None:
         """The output that the tensor is, or is all of in another shape."""
-        for index, output in self.numbered:
-            if tensor is output:
-                return index
+        for seen in self.seen:
+            if tensor is seen.tensor:
+                return seen
         base = tensor._base
         if base is None:
             return None
-        for index, output in self.numbered:
+        for seen in self.seen:
+            output = seen.tensor
             is_view = base is output or base is output._base
             if is_view and tensor.numel() == output.numel() == base.numel():
-                return index
+                return _Seen(seen.index, tensor, seen.has_classes and _has_same_dim(tensor, output))
         return None
+
+
+def _has_same_dim(view: Tensor, output: Tensor) -> bool:
+    """Whether dim 1 of a view is that of the output, and not another one of the same size."""
+    return view.ndim == output.ndim and view.shape[1] == output.shape[1] and view.stride(1) == output.stride(1)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from dmcp.arguments import checked
 from dmcp.defaults import resolve_training
-from dmcp.errors import TrainingError
+from dmcp.errors import DataError, TrainingError
 from dmcp.runs.records import StepRecord
 from dmcp.runtime.batches import (
     Loader,
+    arguments_of,
     check_parts,
     device_of,
     input_of,
@@ -43,7 +47,7 @@ from dmcp.training.distillation import (
     read_distillation,
     warn_of_distillation,
 )
-from dmcp.training.losses import Loss, Metric, check_metric, classification_loss, loss_of, top1
+from dmcp.training.losses import Accuracy, Loss, Metric, check_metric, classification_loss, loss_of
 from dmcp.training.optimizer import (
     MakeOptimizer,
     learning_rate,
@@ -157,7 +161,14 @@ class Runtime:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise TrainingError for a network without trainable parameters, or where gradients are switched off."""
+    """Raise TrainingError for a network without values or trainable parameters, or where gradients are switched off."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise TrainingError(f"{name} of the model has no shape yet: call the model once, on the input of a batch.")
+        if tensor.is_meta:
+            raise TrainingError(
+                f"{name} of the model is on the meta device, where tensors have no values: build the model on the CPU."
+            )
     if not torch.is_grad_enabled():
         raise TrainingError(
             "Gradients are switched off here (torch.no_grad or torch.inference_mode): call this function outside of it."
@@ -177,8 +188,8 @@ def train(
     loader: Loader,
     config: TrainConfig,
     *,
-    task: Task = Task(),
-    runtime: Runtime = Runtime(),
+    task: Task | None = None,
+    runtime: Runtime | None = None,
     teacher: nn.Module | None = None,
     after_epoch: Callable[[int], None] | None = None,
 ) -> list[StepRecord]:
@@ -191,11 +202,13 @@ def train(
     are the paper's.
     """
     config = resolve_training(config)
+    task = task or Task()
+    runtime = runtime or Runtime()
     task = with_optimizer(task, config.optimizer)
     check_trainable(model)
     _check_teacher_is_separate(model, teacher)
     if not length_of(loader):
-        raise TrainingError("There is nothing to train on: the loader has no batches.")
+        raise DataError("There is nothing to train on: the loader has no batches.")
     if teacher is not None and not runtime.name:  # prune has done this before the search
         task = with_distillation(task, model, loader)
         if task.distillation is None:
@@ -242,7 +255,7 @@ def train(
                 lr = learning_rate(step, steps, batches.samples([batch], world), config)
                 set_lr(optimizer, lr, shares)
                 step_loss = run_step(batch)
-                log.add(_PendingStep(epoch, step, steps, lr, step_loss, samples=size_of(batch)))
+                log.add(_PendingStep(epoch, step, steps, lr, step_loss, samples=size_of(batch)), [batch])
 
                 if batches.step % batches.per_epoch == 0:
                     log.flush()
@@ -278,12 +291,13 @@ def make_step(
 
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
+        x = arguments_of(model, batch)
         with engine.autocast():
-            output = run_model(input_of(batch))
+            output = run_model(x)
             value = loss_of(loss, output, batch)
             if run_teacher is not None:
                 with torch.no_grad():
-                    target = run_teacher(input_of(batch))
+                    target = run_teacher(x)
                 distilled = distillation_loss(output, target, config.kd_temperature, distill)
                 value = (1 - config.kd_weight) * value + config.kd_weight * distilled
         torch.autograd.backward(value)
@@ -363,6 +377,7 @@ class Log:
         self.on_record = on_record
         self.show = show
         self.pending: list[Any] = []
+        self.finite_inputs: list[list[Tensor]] = []  # of each pending step: whether the tensors are, on the device
 
     def begin(self, records: list[Any]) -> None:
         """Go on after these records, from the state that the network has now."""
@@ -370,9 +385,10 @@ class Log:
         self.last_read = time.monotonic()
         self.good_state = [tensor.detach().clone() for tensor in self._tensors()]
 
-    def add(self, step: Any) -> None:
-        """Keep a step; read the kept ones every so many steps, or when it is time."""
+    def add(self, step: Any, batches: Sequence[Any]) -> None:
+        """Keep a step on these batches; read the kept ones every so many steps, or when it is time."""
         self.pending.append(step)
+        self.finite_inputs.append(_finite_inputs(batches))
         if len(self.pending) == self.every or overdue(self.last_read, self.device):
             self.flush()
 
@@ -381,15 +397,16 @@ class Log:
         if not self.pending:
             return
         records = self.read(self.pending)
-        self.pending = []
         for record in records:
             for source, numbers in record.losses.items():
                 for loss in numbers:
                     if not math.isfinite(loss):
-                        self._stop(f"the loss is {loss}{source}", record, records[0])
+                        self._stop(f"the loss is {loss}{source}", record, records)
         if not torch.stack([weight.detach().isfinite().all() for weight in self.net.parameters()]).all():
-            self._stop("a weight is no longer finite", records[-1], records[0])
+            self._stop("a weight is no longer finite", records[-1], records)
 
+        self.pending = []
+        self.finite_inputs = []
         self.begin([*self.records, *records])
         for record in records:
             self.on_record(record)
@@ -400,13 +417,27 @@ class Log:
         return [*self.net.parameters(), *self.net.buffers()]
 
     @torch.no_grad()
-    def _stop(self, reason: str, record: Any, first_record: Any) -> NoReturn:
+    def _stop(self, reason: str, record: Any, records: list[Any]) -> NoReturn:
         for tensor, good in zip(self._tensors(), self.good_state, strict=True):
             tensor.copy_(good)
-        raise TrainingError(
-            f"Training stopped at step {record.step} (epoch {record.epoch}): {reason}. The network is as it was "
-            f"before step {first_record.step}. A smaller lr often helps."
+        text = (
+            f"Training stopped at step {record.step} (epoch {record.epoch}): {reason}. The network is as it was before "
+            f"step {records[0].step}."
         )
+        for finite in itertools.chain(*self.finite_inputs[: 1 + records.index(record)]):
+            if not finite:
+                raise DataError(f"{text} The input of a batch has NaN or infinite values: check the data.")
+        raise TrainingError(f"{text} A smaller lr often helps; else check the loss and the labels.")
+
+
+def _finite_inputs(batches: Sequence[Any]) -> list[Tensor]:
+    """Whether each tensor of the inputs is finite."""
+    finite = []
+    for batch in batches:
+        for leaf in tree_leaves(input_of(batch)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                finite.append(leaf.isfinite().all())
+    return finite
 
 
 def resume(
@@ -453,7 +484,8 @@ def evaluate_counted(
     if whole_metric is not None:
         check_parts(loader, world)
 
-    outputs = _Outputs(forward or partial(call_model, model), loader, device)
+    outputs = _Outputs(model, forward or partial(call_model, model), loader, device)
+    accuracy = Accuracy(device)
     answers = 0.0
     with kept_modes(model), torch.no_grad():
         model.eval()
@@ -461,7 +493,9 @@ def evaluate_counted(
             value = losses.measure(whole_metric, outputs, world)
         else:
             assert metric is None or callable(metric)
-            value, answers = losses.mean(metric or top1, outputs, device, world)
+            value, answers = losses.mean(metric or accuracy, outputs, device, world)
+    if metric is None:
+        accuracy.warn_of_unknown(answers, world)
 
     samples = int(sum_values(torch.tensor(outputs.samples), world))
     if metric is None and samples != answers:
@@ -472,7 +506,8 @@ def evaluate_counted(
 class _Outputs:
     """The outputs of a network for the batches of a loader, each with its batch; counts the samples."""
 
-    def __init__(self, run: Forward, loader: Iterable[Any], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, run: Forward, loader: Iterable[Any], device: torch.device) -> None:
+        self.model = model
         self.run = run
         self.loader = loader
         self.device = device
@@ -485,4 +520,4 @@ class _Outputs:
             if size == 0:  # some ranks have no part of a small last batch
                 continue
             self.samples += size
-            yield self.run(input_of(batch)), batch
+            yield self.run(arguments_of(self.model, batch)), batch

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmcp.arguments import checked
-from dmcp.errors import DataError, DmcpError, DmcpWarning, TrainingError
+from dmcp.errors import DataError, DmcpError, DmcpWarning, TrainingError, warn
 from dmcp.runtime.batches import labels_of, size_of, widest
-from dmcp.runtime.distributed import World, gather, sum_values
+from dmcp.runtime.distributed import World, current, gather, sum_values
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 MeanMetric = Callable[[Any, Any], Any]  # (output, batch) -> (sum over the samples, their count), or the mean
@@ -36,13 +36,32 @@ Metric = MeanMetric | WholeMetric
 Outputs = Iterable[tuple[Any, Any]]  # outputs with their batches
 _METHODS = ("reset", "update", "compute")
 _IGNORED_LABEL = -100  # cross-entropy leaves it out
+_ROUNDING = 0.02  # how far the sum of rounded class probabilities may be from 1
 
 
 class MetricWarning(DmcpWarning):
-    """A metric that is not a number."""
+    """A metric that is not a number, or an accuracy of scores that are not numbers."""
+
+
+class LossWarning(DmcpWarning):
+    """A loss that has parameters of its own, which are not trained."""
 
 
 # losses
+
+
+def warn_of_parameters(loss: Loss | None) -> None:
+    """Warn, once for all ranks, of a loss with parameters that need a gradient: only those of the network learn."""
+    if not isinstance(loss, nn.Module) or not current().first:
+        return
+    for name, parameter in loss.named_parameters():
+        if parameter.requires_grad:
+            warn(
+                f"The loss has trainable parameters, such as {name}, that stay as they are, because only the network "
+                "is trained: make them part of the network, or call loss.requires_grad_(False) if you mean this.",
+                LossWarning,
+            )
+            return
 
 
 def classification_loss(label_smoothing: float = 0.0) -> Loss:
@@ -50,7 +69,11 @@ def classification_loss(label_smoothing: float = 0.0) -> Loss:
 
     def loss(output: Any, batch: Any) -> Tensor:
         scores, labels = _scores_and_labels(output, batch)
-        return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
+        try:
+            return F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing)
+        except IndexError:  # of torch on a CPU
+            check_range(labels, scores.shape[1])
+            raise
 
     return loss
 
@@ -88,6 +111,24 @@ def check_label_shape(labels: Tensor, shape: Sequence[int]) -> None:
             f"The labels are {tuple(labels.shape)} of {labels.dtype}, but the network's scores are {shape_of_shares}: "
             f"labels must be class numbers (integers of shape {shape_of_numbers}) or class probabilities (floats of "
             f"shape {shape_of_shares}). For anything else, give loss= and metric=."
+        )
+
+
+def check_probabilities(labels: Tensor) -> None:
+    """Refuse floats that are no class probabilities along dim 1, which a cross-entropy would take for them."""
+    if not labels.is_floating_point() or not labels.numel():
+        return
+    classes = labels.shape[1]
+    numbers = labels.float()
+    sums = numbers.sum(dim=1)
+    lowest, highest, lowest_sum, highest_sum = torch.stack([*numbers.aminmax(), *sums.aminmax()]).tolist()
+    add_up = lowest_sum >= 1 - _ROUNDING and highest_sum <= 1 + _ROUNDING  # not of NaN
+    if classes < 2 or lowest < 0 or not add_up:
+        raise DataError(
+            f"The labels are floats from {lowest:.3g} to {highest:.3g} that add up to {lowest_sum:.3g} to "
+            f"{highest_sum:.3g} along dim 1 (size {classes}), so they are no class probabilities, and the default loss "
+            "cannot be used. Regression and several labels per sample need a loss of your own: "
+            "task=dmcp.Task(loss=lambda output, batch: F.mse_loss(output, batch[1]))."
         )
 
 
@@ -186,6 +227,30 @@ def top1(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return (right & ~is_nan).sum(), right.numel() - ignored.sum()
 
 
+class Accuracy:
+    """The metric `top1`, which also counts the answers whose scores are NaN."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.unknown = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __call__(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        right_and_all = top1(output, batch)
+        scores = scores_of(output)
+        assert scores is not None  # top1 has read them
+        self.unknown += scores.isnan().any(dim=1).sum().to(self.unknown.device)
+        return right_and_all
+
+    def warn_of_unknown(self, answers: float, world: World) -> None:
+        """Warn, once for all ranks, of answers whose scores are NaN; `answers` is the number of all of them."""
+        unknown = int(sum_values(self.unknown, world))
+        if unknown and world.first:
+            warn(
+                f"{unknown:,} of {answers:,.0f} answers have NaN scores and count as wrong: look for NaN in the test "
+                "data, and in the weights of the network.",
+                MetricWarning,
+            )
+
+
 def whole_of(metric: Any) -> WholeMetric | None:
     """The object behind a metric of a whole data set; None for a function. TrainingError for anything else."""
     while isinstance(metric, LowerIsBetter):
@@ -255,7 +320,7 @@ def sum_and_count(result: Any, batch: Any) -> Any:
 
 def _require_samples(samples: float | Tensor) -> None:
     if not samples:
-        raise TrainingError("There is nothing to evaluate on: the loader gave no samples.")
+        raise DataError("There is nothing to evaluate on: the loader gave no samples.")
 
 
 @contextlib.contextmanager

@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_map_only
 from dmcp.errors import DataError, TrainingError
 from dmcp.runtime.batches import (
     Loader,
+    arguments_of,
     check_parts,
     device_of,
+    ends_with_one_sample,
     input_of,
     labels_of,
     length_of,
@@ -33,9 +35,11 @@ from dmcp.training.losses import (
     Metric,
     check_label_shape,
     check_metric,
+    check_probabilities,
     check_range,
     score_by,
     scores_of,
+    warn_of_parameters,
 )
 from dmcp.training.optimizer import make_optimizer, parameter_groups
 from dmcp.units import show_shape
@@ -63,6 +67,7 @@ def preflight(
     # The task.
     check_trainable(model)
     check_metric(task.metric, current())
+    warn_of_parameters(task.loss)
     if task.optimizer is not None:
         make_optimizer(task.optimizer, parameter_groups(model, 0.0))
 
@@ -79,12 +84,16 @@ def preflight(
 
     # The model, on the first batch.
     batch = next(iter(first_loader))
-    example = on_device(input_of(batch), device_of(model))
+    example = on_device(arguments_of(model, batch), device_of(model))
     sample = first_two(example)
     check_forward(model, sample)
     if task.loss is None:
         _check_labels(model, example, batch)
     task = with_distillation(task, model, [batch])
+
+    for name, loader in loaders.items():
+        if ends_with_one_sample(loader):
+            _check_one_sample(model, sample, name)
 
     # Those it learns from.
     distill = task.distillation or Distill.CLASSES
@@ -149,6 +158,17 @@ def _check_finite(model: nn.Module, inputs: list[Tensor], outputs: list[Tensor],
     raise TrainingError(f"The {where}: check its weights, and its forward for a division by 0 or a logarithm.")
 
 
+def _check_one_sample(model: nn.Module, sample: Any, name: str) -> None:
+    """Refuse a last batch of one sample where the network can only be trained on more, as some BatchNorms can."""
+    one = tree_map_only(Tensor, lambda tensor: tensor[:1], sample)
+    takes_several = _output(unwrap(model), sample, train=True) is not None
+    if takes_several and _output(unwrap(model), one, train=True) is None:
+        raise DataError(
+            f"The last batch of the {name} has one sample, but the network can only be trained on several at once, as "
+            "BatchNorm needs: use DataLoader(..., drop_last=True)."
+        )
+
+
 def _check_labels(model: nn.Module, example: Any, batch: Any) -> None:
     """Refuse labels that the default loss cannot take: on a GPU it would not say why. What else is wrong, it says."""
     scores = scores_of(_output(unwrap(model), first_two(example), train=True))
@@ -156,6 +176,7 @@ def _check_labels(model: nn.Module, example: Any, batch: Any) -> None:
     if scores is not None and scores.ndim >= 2:
         check_label_shape(labels, (size_of((example,)), *scores.shape[1:]))
         check_range(labels, scores.shape[1])
+        check_probabilities(labels)
 
 
 def check_classifier(model: nn.Module, example: Tensor, classes: int) -> None:
@@ -231,12 +252,12 @@ def try_test(model: nn.Module, loader: Loader, task: Task, batch: Any, tested: b
         first = peek(loader)
         seen = on_device(first[0] if first else batch, device)
         if metric is None and task.loss is not None:
-            metric = score_by(task.loss, _output(unwrap(model), input_of(seen), train=False), seen)
+            metric = score_by(task.loss, _output(unwrap(model), arguments_of(model, seen), train=False), seen)
         if first is None:
             return metric
         evaluate(narrow(unwrap(model), {}, {}), first, metric)
         if metric is None and not tested:
-            classes = classes_of(model, input_of(seen))
+            classes = classes_of(model, arguments_of(model, seen))
             if classes:
                 for test_batch in loader:
                     check_range(labels_of(test_batch), classes)

@@ -111,6 +111,7 @@ def _test_answers(model: nn.Module, classes: int, loader: Loader) -> _Answers:
         labels = labels_of(batch)
         if labels.is_floating_point():
             labels = labels.argmax(dim=1)
+        labels = labels.long()  # they may be bool, or uint8
         counts.add_(torch.bincount(labels[labels >= 0].cpu(), minlength=len(counts))[: len(counts)])
         return top1(output, batch)
 
