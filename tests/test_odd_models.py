@@ -265,6 +265,41 @@ def test_a_branch_that_training_starts_from_zero_hides_nothing() -> None:
     assert "second" not in [space.name for space in graph.spaces]
 
 
+CONSTANT: dict[str, Callable[[Tensor], Any]] = {  # the length of the outputs
+    "unit vectors": lambda y: F.normalize(y),
+    "y / y.norm()": lambda y: y / y.norm(dim=1, keepdim=True),
+    "LayerNorm": lambda y: F.layer_norm(y, y.shape[1:], eps=0.0),
+    "unit vectors beside dropout": lambda y: F.normalize(y + 0 * F.dropout(y)),
+    "two unit vectors": lambda y: (F.normalize(y), {"negative": -F.normalize(y)}),
+    "complex numbers of size one": lambda y: torch.polar(torch.ones_like(y), y).conj(),
+    "unit vectors and integers": lambda y: (F.normalize(y), y.argmax(1)),
+}
+
+
+class Embedding(nn.Module):
+    """Maps an image to a vector, as for faces; `middle` comes before the last layer."""
+
+    def __init__(self, middle: Callable[[Tensor], Tensor], end: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 16, 3, 1, 1), nn.Conv2d(16, 32, 3, 1, 1), nn.Linear(32, 16)
+        self.middle, self.end = middle, end
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.second(self.first(x).relu()).relu()
+        return self.end(self.head(self.middle(y.mean((2, 3)))))
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_outputs_of_constant_length_cost_no_layer(name: str) -> None:
+    """The sum of their squares has no gradient but rounding noise, which must not be compared."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 12, 12)
+    graph = dmcp.trace(Embedding(torch.clone, CONSTANT[name]), x)
+    assert graph.verified and [space.name for space in graph.spaces] == ["first", "second"]
+    mixed = Embedding(Sideways.apply, CONSTANT[name])
+    assert [space.name for space in dmcp.trace(mixed, x).spaces] == ["first"]  # what does differ is still seen
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_the_recording_does_not_see_is_left_unpruned(name: str) -> None:
     model, x = HIDDEN[name](), torch.zeros(2, 3, 12, 12)
