@@ -85,6 +85,16 @@ def counted_from_the_end(self: Any, x: Tensor) -> Tensor:
     return self.head(F.relu(self.part(y[:, -8:-4]) + self.whole(y)).mean((2, 3)))
 
 
+def in_half(self: Any, y: Tensor, enabled: bool = True) -> Tensor:
+    with torch.autocast(y.device.type, torch.bfloat16, enabled=enabled):
+        return self.third(y)
+
+
+def in_half_by_value(self: Any, y: Tensor) -> Tensor:
+    """A host read, so that it is recorded on the CPU, where autocast would change dtypes, and replayed without data."""
+    return in_half(self, y if y.sum().item() > -1e9 else 2 * y)
+
+
 class Kind(Tensor):
     """A subclass of Tensor as others write it; what torch computes from it is a Kind, too."""
 
@@ -122,6 +132,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "gradients on": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled())),
     "gradients on in one mode": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled() != self.training)),
     "a history": lambda: Odd(lambda self, y: halved(self, y, y.requires_grad and not y.is_leaf)),
+    "autocast on the device of the input": lambda: Odd(in_half),
+    "no autocast on the device of the input": lambda: Odd(functools.partial(in_half, enabled=False)),
+    "autocast after a host read": lambda: Odd(in_half_by_value),
     "x log x": lambda: Odd(lambda self, y: self.third(y) + (y**2 * (y**2).log()).sum(1, keepdim=True)),
     "rsqrt": lambda: Odd(lambda m, y: m.third(y * (y * y).mean((2, 3), keepdim=True).rsqrt()) + y.sum(1, keepdim=True)),
     "a quotient": lambda: Odd(lambda self, y: y / y.abs().sum((2, 3), keepdim=True) + y.sum(1, keepdim=True)),
