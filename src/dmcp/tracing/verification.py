@@ -32,6 +32,7 @@ from dmcp.tracing.modules import (
     without_autocast,
 )
 from dmcp.tracing.record import Func, Guard, aten, check_example, untouched_world
+from dmcp.tracing.replay import find_guilty
 from dmcp.tracing.widths import ChannelSpace
 
 _SAME = 1e-6  # largest difference that rounding explains in float64, as a share of the largest number
@@ -98,18 +99,11 @@ def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[l
             "Two runs of this model on the same input give different numbers, so nothing can be compared."
         )
 
-    def guilty(spaces: Sequence[ChannelSpace], difference: _Difference) -> list[ChannelSpace]:
-        """Those of some spaces that cause a difference which their cut makes."""
-        if not difference.is_real:
-            return []
-        half = len(spaces) // 2
-        if half == 0:
-            return list(spaces)
-        in_first = guilty(spaces[:half], compare(trial, _some_channels(spaces[:half])))
-        in_second = guilty(spaces[half:], compare(trial, _some_channels(spaces[half:])))
-        return [*in_first, *in_second] or list(spaces)  # all, if only several of them together make a difference
+    def differs(spaces: Sequence[ChannelSpace]) -> bool:
+        return compare(trial, _some_channels(spaces)).is_real
 
-    return guilty(graph.spaces, of_all_spaces), of_all_spaces.text
+    unequal = find_guilty(graph.spaces, differs) if of_all_spaces.is_real else []
+    return unequal, of_all_spaces.text
 
 
 def _some_channels(spaces: Sequence[ChannelSpace]) -> dict[str, list[int]]:
