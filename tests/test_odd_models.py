@@ -85,6 +85,16 @@ def counted_from_the_end(self: Any, x: Tensor) -> Tensor:
     return self.head(F.relu(self.part(y[:, -8:-4]) + self.whole(y)).mean((2, 3)))
 
 
+def in_half(self: Any, y: Tensor, enabled: bool = True) -> Tensor:
+    with torch.autocast(y.device.type, torch.bfloat16, enabled=enabled):
+        return self.third(y)
+
+
+def in_half_by_value(self: Any, y: Tensor) -> Tensor:
+    """A host read, so that it is recorded on the CPU, where autocast would change dtypes, and replayed without data."""
+    return in_half(self, y if y.sum().item() > -1e9 else 2 * y)
+
+
 class Kind(Tensor):
     """A subclass of Tensor as others write it; what torch computes from it is a Kind, too."""
 
@@ -122,6 +132,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "gradients on": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled())),
     "gradients on in one mode": lambda: Odd(lambda self, y: halved(self, y, torch.is_grad_enabled() != self.training)),
     "a history": lambda: Odd(lambda self, y: halved(self, y, y.requires_grad and not y.is_leaf)),
+    "autocast on the device of the input": lambda: Odd(in_half),
+    "no autocast on the device of the input": lambda: Odd(functools.partial(in_half, enabled=False)),
+    "autocast after a host read": lambda: Odd(in_half_by_value),
     "x log x": lambda: Odd(lambda self, y: self.third(y) + (y**2 * (y**2).log()).sum(1, keepdim=True)),
     "rsqrt": lambda: Odd(lambda m, y: m.third(y * (y * y).mean((2, 3), keepdim=True).rsqrt()) + y.sum(1, keepdim=True)),
     "a quotient": lambda: Odd(lambda self, y: y / y.abs().sum((2, 3), keepdim=True) + y.sum(1, keepdim=True)),
@@ -263,6 +276,41 @@ def test_a_branch_that_training_starts_from_zero_hides_nothing() -> None:
     model.scale = nn.Parameter(torch.zeros(()))
     graph = dmcp.trace(model, torch.randn(2, 3, 12, 12))
     assert "second" not in [space.name for space in graph.spaces]
+
+
+CONSTANT: dict[str, Callable[[Tensor], Any]] = {  # the length of the outputs
+    "unit vectors": lambda y: F.normalize(y),
+    "y / y.norm()": lambda y: y / y.norm(dim=1, keepdim=True),
+    "LayerNorm": lambda y: F.layer_norm(y, y.shape[1:], eps=0.0),
+    "unit vectors beside dropout": lambda y: F.normalize(y + 0 * F.dropout(y)),
+    "two unit vectors": lambda y: (F.normalize(y), {"negative": -F.normalize(y)}),
+    "complex numbers of size one": lambda y: torch.polar(torch.ones_like(y), y).conj(),
+    "unit vectors and integers": lambda y: (F.normalize(y), y.argmax(1)),
+}
+
+
+class Embedding(nn.Module):
+    """Maps an image to a vector, as for faces; `middle` comes before the last layer."""
+
+    def __init__(self, middle: Callable[[Tensor], Tensor], end: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 16, 3, 1, 1), nn.Conv2d(16, 32, 3, 1, 1), nn.Linear(32, 16)
+        self.middle, self.end = middle, end
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.second(self.first(x).relu()).relu()
+        return self.end(self.head(self.middle(y.mean((2, 3)))))
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_outputs_of_constant_length_cost_no_layer(name: str) -> None:
+    """The sum of their squares has no gradient but rounding noise, which must not be compared."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 12, 12)
+    graph = dmcp.trace(Embedding(torch.clone, CONSTANT[name]), x)
+    assert graph.verified and [space.name for space in graph.spaces] == ["first", "second"]
+    mixed = Embedding(Sideways.apply, CONSTANT[name])
+    assert [space.name for space in dmcp.trace(mixed, x).spaces] == ["first"]  # what does differ is still seen
 
 
 @pytest.mark.parametrize("name", HIDDEN)

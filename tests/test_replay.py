@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dmcp
+from dmcp.tracing.replay import find_guilty
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 TABLE = torch.arange(40.0)
@@ -111,6 +112,71 @@ def gated_and_cut_agree(model: nn.Module, spaces: list[str]) -> Any:
 @pytest.mark.parametrize("way", WITH_WIDTH)
 def test_a_width_in_the_arithmetic_is_unprunable(way: str, reads: bool) -> None:
     gated_and_cut_agree(Scaled(WITH_WIDTH[way], reads), ["b"])  # the rest is pruned all the same
+
+
+def checked(h: Tensor) -> Tensor:
+    assert h.shape[1] == 12
+    return 2 * h
+
+
+def shifted(h: Tensor) -> Tensor:
+    """A quarter of the channels moves by one row, as in a temporal shift module."""
+    moved, quarter = torch.zeros_like(h), h.shape[1] // 4
+    moved[:, :quarter, 1:] = h[:, :quarter, :-1]
+    moved[:, quarter:] = h[:, quarter:]
+    return moved
+
+
+def rolled(h: Tensor) -> Tensor:
+    quarter = h.shape[1] // 4
+    return torch.cat([h[:, :quarter].roll(1, 2), h[:, quarter:]], dim=1)
+
+
+WAYS = {"an assertion": checked, "a quarter written": shifted, "a quarter concatenated": rolled}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_difficulty_costs_the_layer_that_it_is_about(way: str) -> None:
+    """Though it is in the code of the model itself, which all layers are in."""
+
+    class Difficult(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.c(self.way(self.b(self.a(x)))))
+
+    model = Difficult(WAYS[way])
+    model.c = nn.Conv2d(12, 12, 1)
+    graph = gated_and_cut_agree(model, ["a", "c"])
+    reason = next(item.reason for item in graph.unprunable if item.name == "b")
+    assert "subclass" not in reason  # there is none
+
+
+def test_a_difficulty_of_two_layers_costs_both() -> None:
+    class Both(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            h, wide = self.b(self.a(x)), self.c(x)
+            if h.shape[1] < 12 and wide.shape[1] < 20:
+                raise ValueError("both are narrow")
+            return self.head(2 * h) + self.tail(wide)
+
+    model = Both(torch.relu)
+    model.c, model.tail = nn.Conv2d(3, 20, 3), nn.Conv2d(20, 4, 1)
+    gated_and_cut_agree(model, ["a"])
+
+
+@pytest.mark.parametrize("guilty", [[3], [0, 7], [2, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_guilty_items_are_found_alone_and_together(guilty: list[int]) -> None:
+    assert find_guilty(range(8), lambda items: not set(guilty).isdisjoint(items)) == guilty
+    assert find_guilty(range(8), lambda items: set(guilty) <= set(items)) == guilty
+
+
+def test_a_model_that_needs_data_is_refused() -> None:
+    def picky(h: Tensor) -> Tensor:
+        if h.device.type == "meta":
+            raise RuntimeError("no meta device here")
+        return h
+
+    with pytest.raises(dmcp.TraceError, match="no meta device here"):
+        dmcp.trace(Scaled(picky).eval(), X)
 
 
 @pytest.mark.parametrize("reads", [False, True])

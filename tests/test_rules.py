@@ -127,6 +127,7 @@ ROWS: dict[str, tuple[Any, int]] = {
     "folded patches": (lambda x: F.fold(F.unfold(x, 2, stride=2), 8, 2, stride=2), 8),
     "grid_sample": (lambda x: F.grid_sample(x, x.new_zeros(len(x), 4, 4, 2), align_corners=False), 8),
     "fft of pixels": (lambda x: torch.view_as_real(torch.fft.fft2(x)).flatten(3), 8),
+    "real and imaginary part": (lambda x: torch.cat([(y := torch.fft.fft2(x)).real, y.imag], 1), 8),
     "complex": (lambda x: torch.view_as_complex(x.unflatten(3, (4, 2))).abs(), 8),
     # cut and joined
     "stack": (lambda x: torch.stack([x, x.relu()], 2).flatten(1, 2), 8),
@@ -138,6 +139,9 @@ ROWS: dict[str, tuple[Any, int]] = {
     "slice": (lambda x: x[:, 2:6], 0),
     "slice of pixels": (lambda x: x[:, :, ::2, 1:], 8),
     "fill by slices": (fill_by_slices, 4),
+    "narrow": (lambda x: x.narrow(1, 4, 4), 0),
+    "narrow to halves": (lambda x: x.narrow(1, 0, x.shape[1] // 2) * x.narrow(1, x.shape[1] // 2, x.shape[1] // 2), 4),
+    "narrow pixels": (lambda x: x.narrow(2, 1, 5), 8),
     "join nothing": (lambda x: x + torch.cat([x.new_empty(0), x.new_empty(0)]).sum(), 8),  # detectors, without a box
     "select": (lambda x: x[:, 0, None] * x, 0),
     "index": (lambda x: x[:, [3, 1, 0]], 0),
@@ -193,6 +197,9 @@ MEETINGS: dict[str, tuple[Any, Any]] = {
     "mean of products": (lambda x, y: (x * y).mean(1, keepdim=True), 0),
     "einsum": (lambda x, y: torch.einsum("nchw,nchw->nhw", x, y)[:, None], 8),
     "einsum that scales": (lambda x, y: torch.einsum("nchw,nc->nchw", x, y.mean((2, 3))), 8),
+    "cosine similarity": (lambda x, y: F.cosine_similarity(x, y, 1)[:, None], 8),
+    "cosine similarity along pixels": (lambda x, y: F.cosine_similarity(x, y, -1), 8),
+    "cosine similarity with sigmoids": (lambda x, y: F.cosine_similarity(x, y.sigmoid(), 1)[:, None], 0),
     "similarity of pixels": (lambda x, y: tokens(x) @ y.flatten(2), 8),
     "attention by hand": (lambda x, y: ((tokens(x) @ x.flatten(2)).softmax(-1) @ tokens(y)).transpose(1, 2), (8, 8)),
     "attention": (lambda x, y: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(y)).transpose(1, 2), (0, 8)),

@@ -14,7 +14,8 @@ import torch
 from nets import Residual, Toy, check, check_graph, distance, keep, mystery, pick, randomise, sample, sizes, unit
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import dmcp
 from dmcp.errors import TraceError
@@ -183,6 +184,31 @@ def test_spaces_and_contract(row: str) -> None:
     graph = check(make(), X, spaces, EVAL if row == "random numbers" else (False, True))
     for text in (graph.summary(), json.dumps(graph.to_json(), ensure_ascii=False)):
         assert all(item.reason in text for item in graph.unprunable) and all(it.name in text for it in graph.spaces)
+
+
+def make_plain(layer: nn.Module) -> None:
+    parametrize.remove_parametrizations(layer, "weight")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize(
+    ("norm", "remove"),
+    [
+        (weight_norm, make_plain),
+        (spectral_norm, make_plain),
+        (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+        (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+    ],
+)
+def test_weights_that_a_norm_computes_are_named_with_what_to_do(norm: Any, remove: Any) -> None:
+    model, x = computed(norm), X.float()
+    (note,) = dmcp.trace(model, x).notes
+    assert note.startswith("The weights of 2 are computed")
+    with pytest.raises(dmcp.TraceError, match="The weights of 2 are computed"):
+        dmcp.trace(model[2:3], x[:, :1].expand(-1, 16, -1, -1))
+    remove(model[2])
+    graph = dmcp.trace(model, x)
+    assert not graph.notes and [space.name for space in graph.spaces] == ["0", "2", "3.0"]
 
 
 class Two(nn.Module):

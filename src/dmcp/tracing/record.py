@@ -501,6 +501,24 @@ def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[
                 raise TraceError(_ELSEWHERE)
 
 
+@contextlib.contextmanager
+def _inert_autocast() -> Iterator[None]:
+    """While entered, autocast in forward is off on every device, so that all recordings have the same ops.
+
+    The meta device has none: there, torch refuses even to turn it off.
+    """
+    original = torch.autocast.__init__
+
+    def turn_off(self: torch.autocast, *_: Any, **__: Any) -> None:
+        original(self, "cpu", torch.bfloat16, enabled=False)
+
+    torch.autocast.__init__ = turn_off  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
 def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
     """Run a throw-away model under a recorder that was made for it."""
 
@@ -514,7 +532,11 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
     below = torch._C._AutoDispatchBelowAutograd()
     host = _HostAccess(recorder)
     grad = recorder.recording.grad  # some models ask whether it is on
-    with untouched_world(device, recorder.source), torch.set_grad_enabled(grad), below, recorder, host:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(untouched_world(device, recorder.source))
+        stack.enter_context(_inert_autocast())
+        for mode in (torch.set_grad_enabled(grad), below, recorder, host):
+            stack.enter_context(mode)
         outputs = tensors_in(call_model(model, example))
         recorder.recording.outputs = [recorder._argument(tensor).value for tensor in outputs]
     return recorder.recording
@@ -522,7 +544,7 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
 
 def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
     """Whether the backward pass of a throw-away model asks its modules for weights, which they have no longer."""
-    with contextlib.suppress(Exception), untouched_world(device), torch.enable_grad():
+    with contextlib.suppress(Exception), untouched_world(device), _inert_autocast(), torch.enable_grad():
 
         def with_gradient(tensor: Tensor) -> Tensor:
             return tensor.detach().requires_grad_(tensor.is_floating_point()).clone()

@@ -6,9 +6,9 @@ import collections
 import copy
 import functools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ _CANDIDATES = 6
 Place = tuple[str, str, int | None]  # module path, attribute, position if it is a list
 Bound = tuple[Layout, int]  # an attribute is this many times the width of a dim
 Site = tuple[int, int, Literal]  # recording, op and the number among its arguments
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -354,6 +356,7 @@ class Resolver:
         self.tried: dict[Site, Place] = {}
         self.new: set[Place] = set()  # bound since the last replay
         self.banned: set[Place] = set()  # bound once, and wrong
+        self.replayable: set[int] = set()  # recordings that a model of full width is known to replay
         self.widths: dict[int, int] = {}  # of the last replay
         self.modules = dict(context.model.named_modules())
 
@@ -412,16 +415,7 @@ class Resolver:
         fixed = [self._fix_conflict(number, conflict) for conflict in conflicts]
         if any(fixed) or self._unbind([conflict.path for conflict in conflicts]):
             return
-        if scales and self._fix_guilty(number, scales):
-            return
-
-        # Nothing is known of the cause: the modules around it become unprunable.
-        ops = self.coupling.passes[number].recording.ops
-        last = min(len(outcome.recording.ops), len(ops) - 1)
-        locations = [(conflict.number, conflict.path) for conflict in outcome.conflicts] or [(last, ops[last].path)]
-        why = outcome.stopped or "perhaps a Tensor subclass hides it (use plain tensors)"
-        if not any(self._fix_module(number, op_number, path, why) for op_number, path in locations):
-            raise TraceError(f"The narrow model does not run, and nothing is left to make unprunable: {why}")
+        self._fix_guilty(number, outcome, conflicts)
 
     def _bind_all(self, number: int, conflicts: Iterable[Conflict]) -> bool:
         """Bind an attribute to each number that is wrong; whether anything changed."""
@@ -433,17 +427,47 @@ class Resolver:
                     changed = True
         return changed
 
-    def _fix_guilty(self, number: int, conflicts: list[Conflict]) -> bool:
-        """Make each space unprunable that causes one of the conflicts when it alone is narrow."""
+    def _fix_guilty(self, number: int, outcome: Replayer, conflicts: list[Conflict]) -> None:
+        """Make the spaces unprunable whose widths cause these conflicts, or stop the narrow model."""
         sizes = self.context.sizes(self.widths)
         expected = {(conflict.number, conflict.kind) for conflict in conflicts}
-        guilty: list[Layout] = []
-        for atom, size in sizes.items():
-            widths = sizes | {atom: max(1, size // 2)}
-            outcome = self.context.replay(number, self.context.narrow(widths), widths)
-            if any((conflict.number, conflict.kind) in expected for conflict in outcome.conflicts):
-                guilty.append(((Atom(atom),),))
-        return self._fix(tuple(guilty), f"{IN_CODE} depends on its size")
+
+        def fails(atoms: Sequence[int]) -> bool:
+            """Whether the same happens if only these are narrow."""
+            widths = sizes | {atom: self.widths[atom] for atom in atoms}
+            trial = self.context.replay(number, self.context.narrow(widths), widths)
+            stops_too = outcome.stopped is not None and trial.stopped is not None
+            return stops_too or any((conflict.number, conflict.kind) in expected for conflict in trial.conflicts)
+
+        if number not in self.replayable and fails([]):
+            why = outcome.stopped or "sizes that it computes are others then"
+            raise TraceError(f"The model does not run without data, on the meta device, as tracing needs it: {why}.")
+        self.replayable.add(number)
+
+        # Mostly it is what the op takes at which it happens.
+        within = self.coupling.passes[number]
+        ops = within.recording.ops
+        if outcome.stopped is not None:
+            op = ops[min(len(outcome.recording.ops), len(ops) - 1)]
+        else:
+            op = ops[conflicts[0].number]
+        taken = [atom.index for layout in within.values(op) for atom in self.coupling.channels.atoms(layout)]
+        nearby = [atom for atom in sizes if atom in taken]
+        suspects = nearby if nearby and fails(nearby) else list(sizes)
+        guilty = find_guilty(suspects, fails)
+        self._fix(tuple(((Atom(atom),),) for atom in guilty), self._reason(op, outcome, conflicts))
+
+    def _reason(self, op: Op, outcome: Replayer, conflicts: list[Conflict]) -> str:
+        """Why the narrow model disagrees, where the op itself does not tell."""
+        location = _locate(op.name, op.path)
+        if outcome.stopped is not None:
+            return f"{IN_CODE} depends on its size ({location}): {outcome.stopped}"
+        first = conflicts[0]
+        if first.kind in _LOOSE:
+            return f"{IN_CODE} depends on its size"
+        if first.literals:
+            return f"the code computes a number of channels from its size ({location})"
+        return f"the output of an op has a size that does not follow from its inputs ({location})"
 
     def _unbind(self, paths: list[str]) -> bool:
         """Take back the bindings in these modules and around them, for good: one of them must be wrong."""
@@ -578,19 +602,27 @@ class Resolver:
                     elif multiple == 1 and position is not None and _has_int_at(attribute, position, value):
                         yield (owner, name, position), 1
 
-    def _fix_module(self, number: int, at: int, path: str, why: str) -> bool:
-        """Make unprunable what enters the module in which it happened, else all in it, else the same one module up."""
-        within = self.coupling.passes[number]
-        while True:
-            ops = [op for op in within.recording.ops[: at + 1] if _is_inside(op.path, path)]
-            entering = [layout for op in ops[:1] for value in op.inputs()[:1] for layout in within.layouts[value]]
-            everything = [layout for op in ops for layout in within.values(op)]
-            reason = f"{IN_CODE} of {path or 'the model'} depends on its size: {why}"
-            if self._fix(tuple(entering), reason) or self._fix(tuple(everything), reason):
-                return True
-            if not path:
-                return False
-            path = path.rpartition(".")[0]
+
+def find_guilty(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> list[Item]:
+    """Those of some items that cause a failure, which all of them together do.
+
+    They are halved until single ones are found: if one item is guilty, this takes few trials.
+    """
+    half = len(items) // 2
+    if half == 0:
+        return list(items)
+    first, second = items[:half], items[half:]
+    guilty: list[Item] = []
+    for part in (first, second):
+        if fails(part):
+            guilty += find_guilty(part, fails)
+    if guilty:
+        return guilty
+
+    # Only some of both halves together fail.
+    in_first = find_guilty(first, lambda part: fails([*part, *second]))
+    in_second = find_guilty(second, lambda part: fails([*in_first, *part]))
+    return in_first + in_second
 
 
 def _is_inside(path: str, around: str) -> bool:

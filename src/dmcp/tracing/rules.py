@@ -172,6 +172,15 @@ def attention(call: Call) -> list[Dims]:
     return [(*batch, query.dims[-2], value.dims[-1]), *call.fixed_outputs()[1:]]
 
 
+def cosine_similarity(call: Call) -> list[Dims]:
+    """One dim is summed away. Where both are zero, neither the product nor the lengths change."""
+    dims = call.broadcast([operand.dims for operand in call.operands])
+    dim = call["dim"] % len(dims)
+    for operand in call.operands:
+        call.contracts(operand, None, 0, dims[dim])
+    return [(*dims[:dim], *dims[dim + 1 :])]
+
+
 def batch_norm(call: Call) -> list[Dims]:
     """Per-channel statistics over everything else."""
     x = call["input"]
@@ -426,6 +435,13 @@ def slice_(call: Call) -> list[Dims]:
     return [_replaced(call, dim, taken)]
 
 
+def narrow(call: Call) -> list[Dims]:
+    """A range of a dim, by its start and its length."""
+    outs = slice_(call)
+    call.follows("length", [outs[0][call["dim"]]])
+    return outs
+
+
 def index(call: Call) -> list[Dims]:
     """Entries by a table of indices: those dims are unprunable, the others pass."""
     x, tables = call.x, call["indices"]
@@ -566,6 +582,7 @@ _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     split: "split chunk split_with_sizes tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes",
     unbind: "unbind select",
     slice_: "slice",
+    narrow: "narrow.default narrow_copy.default",
     index: "index _unsafe_index",
     pad: "constant_pad_nd pad",
     im2col: "im2col",
@@ -577,7 +594,7 @@ _KEEPING: dict[Rule, str] = {  # zeros stay zeros
     view_as_complex: "view_as_complex",
     view_as_real: "view_as_real",
     glu: "glu",
-    same: "alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
+    same: "real imag alias clone contiguous _to_copy to detach dropout feature_dropout native_dropout lift_fresh "
     "lift_fresh_copy type_as bernoulli.default bernoulli.out zero nan_to_num",
 }
 _OTHERS: dict[Rule, str] = {
@@ -585,6 +602,7 @@ _OTHERS: dict[Rule, str] = {
     linear: "linear",
     matmul: "matmul mm addmm bmm baddbmm",
     einsum: "einsum",
+    cosine_similarity: "cosine_similarity",
     attention: "scaled_dot_product_attention",
     batch_norm: "batch_norm instance_norm",
     layer_norm: "layer_norm rms_norm",

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_map_only
 
 from dmcp.arguments import checked
@@ -90,6 +93,9 @@ def trace(
     if branches:
         notes.append(branches)
     coupling = couple(recordings, RULES if rules is None else rules, strict, names_to_ignore)
+    computed_weights = _describe_computed_weights(model, coupling)
+    if computed_weights:
+        notes.append(computed_weights)
 
     # Some channels cannot be pruned, or should not be.
     _fix_values_in_python(coupling)
@@ -109,7 +115,7 @@ def trace(
         if atoms_without_gates:
             continue
         if not coupling.atoms(parameters):
-            raise TraceError(_nothing_to_prune(coupling, mixes_channels))
+            raise TraceError(f"{_nothing_to_prune(coupling, mixes_channels)} {computed_weights}".strip())
         graph = _graph(model, context, hard, soft, notes, exact)
 
         # ... and until a cut network computes what the gated one does.
@@ -284,6 +290,28 @@ def _follow(coupling: Coupling, within: Pass, rules: Mapping[Func, Rule], strict
         for out, dims in zip(op.outs, outs, strict=True):
             if out is not None:
                 layouts[out] = dims
+
+
+def _describe_computed_weights(model: nn.Module, coupling: Coupling) -> str:
+    """A note on layers whose weights come from ops without a rule, as by weight_norm; empty if there are none."""
+    ops_without_rule = [op for within in coupling.passes for op in within.unknown]
+    paths = {op.path.partition(".parametrizations.")[0] for op in ops_without_rule}
+    layers = [path for path, module in model.named_modules() if path in paths and _computes_weights(module)]
+    if not layers:
+        return ""
+    names = ", ".join(layers[:3]) + (" and others" if len(layers) > 3 else "")
+    return (
+        f"The weights of {names} are computed by ops without a channel rule "
+        "(weight_norm and spectral_norm do so), so the channels of these layers are not pruned. Make the weights plain "
+        "before you prune: by torch.nn.utils.parametrize.remove_parametrizations, or, for the old functions, by "
+        "torch.nn.utils.remove_weight_norm or remove_spectral_norm."
+    )
+
+
+def _computes_weights(module: nn.Module) -> bool:
+    """Whether torch computes weights of a layer from other parameters before each forward."""
+    hooks = module._forward_pre_hooks.values()
+    return parametrize.is_parametrized(module) or any(isinstance(hook, (SpectralNorm, WeightNorm)) for hook in hooks)
 
 
 def _check_ignored(op: Op, ignore: Sequence[str]) -> None:

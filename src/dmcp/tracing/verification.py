@@ -32,6 +32,7 @@ from dmcp.tracing.modules import (
     without_autocast,
 )
 from dmcp.tracing.record import Func, Guard, aten, check_example, untouched_world
+from dmcp.tracing.replay import find_guilty
 from dmcp.tracing.widths import ChannelSpace
 
 _SAME = 1e-6  # largest difference that rounding explains in float64, as a share of the largest number
@@ -98,18 +99,11 @@ def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[l
             "Two runs of this model on the same input give different numbers, so nothing can be compared."
         )
 
-    def guilty(spaces: Sequence[ChannelSpace], difference: _Difference) -> list[ChannelSpace]:
-        """Those of some spaces that cause a difference which their cut makes."""
-        if not difference.is_real:
-            return []
-        half = len(spaces) // 2
-        if half == 0:
-            return list(spaces)
-        in_first = guilty(spaces[:half], compare(trial, _some_channels(spaces[:half])))
-        in_second = guilty(spaces[half:], compare(trial, _some_channels(spaces[half:])))
-        return [*in_first, *in_second] or list(spaces)  # all, if only several of them together make a difference
+    def differs(spaces: Sequence[ChannelSpace]) -> bool:
+        return compare(trial, _some_channels(spaces)).is_real
 
-    return guilty(graph.spaces, of_all_spaces), of_all_spaces.text
+    unequal = find_guilty(graph.spaces, differs) if of_all_spaces.is_real else []
+    return unequal, of_all_spaces.text
 
 
 def _some_channels(spaces: Sequence[ChannelSpace]) -> dict[str, list[int]]:
@@ -309,7 +303,7 @@ class _Runner:
     draws_random: bool  # whether random numbers are drawn in forward
 
     def run(self, training: bool, grad: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Outputs, and with `grad` the gradients of the sum of their squares, by the names of parameters."""
+        """Outputs, and with `grad` the gradients of a weighted sum of their squares, by the names of parameters."""
         self.module.train(training)
         with ExitStack() as stack:
             stack.enter_context(untouched_world("cpu", self.original))
@@ -329,13 +323,26 @@ class _Runner:
         return leaf.detach().to(device, dtype, copy=True)
 
     def _gradients(self, outputs: list[Tensor]) -> dict[str, Tensor]:
-        """Gradients of the sum of squares of all finite outputs, by the names of parameters."""
-        sums = [output.abs().square()[output.isfinite()].sum() for output in outputs if output.requires_grad]
+        """Gradients of a weighted sum of squares of all finite outputs, by the names of parameters."""
+        sums = [_weighted_squares(output) for output in outputs if output.requires_grad]
         parameters = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         if not sums or not parameters:
             return {}
         gradients = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(parameters, gradients, strict=True))
+
+
+def _weighted_squares(output: Tensor) -> Tensor:
+    """The sum of squares of all finite numbers, each with a weight of its own.
+
+    Without weights it would be constant for vectors of length one, and their gradients nothing but rounding. The
+    weights are sines, as `_Constants` would replace random numbers.
+    """
+    numbers = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
+    positions = torch.arange(numbers.numel(), dtype=torch.float64, device=numbers.device)
+    weights = 1 + 0.5 * positions.sin()
+    squares = numbers.square() * weights.view(numbers.shape)
+    return squares[numbers.isfinite()].sum()
 
 
 def _gap(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
