@@ -16,8 +16,9 @@ import dmcp
 from dmcp.data.datasets import load
 from dmcp.data.loaders import make_loader
 from dmcp.errors import DataError
-from dmcp.runtime.batches import FewBatches, arguments_of, batches_from, check_parts, input_of, labels_of
+from dmcp.runtime.batches import FewBatches, batches_from, check_parts, input_of, labels_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World
+from dmcp.tracing.modules import as_arguments
 
 
 def test_samplers_that_repeat_are_seen() -> None:
@@ -50,12 +51,13 @@ class Pair(nn.Module):
 
 
 def test_a_list_is_several_arguments_where_the_forward_needs_them() -> None:
-    batch = ([torch.zeros(2, 1, 4, 4)] * 2, torch.zeros(2))
-    assert arguments_of(Pair(), batch) == tuple(batch[0])
-    assert arguments_of(nn.DataParallel(Pair()), batch) == tuple(batch[0])
-    for model in (Toy(lambda m, x: x), nn.MultiheadAttention(2, 1)):
-        assert (arguments_of(model, batch) is batch[0]) == isinstance(model, Toy)
-    assert arguments_of(Pair(), batch[0]) is batch[0][0]  # a batch whose input is a tensor
+    pair = [torch.zeros(2, 1, 4, 4)] * 2
+    for model in (Pair(), nn.DataParallel(Pair()), nn.MultiheadAttention(2, 1)):
+        assert as_arguments(model, pair) == tuple(pair)
+    assert as_arguments(Toy(lambda m, x: x), pair) is pair
+    assert as_arguments(Pair(), pair[0]) is pair[0]
+    graph = dmcp.trace(Pair(), pair)
+    assert graph.spaces and graph.to_json() == dmcp.trace(Pair(), tuple(pair)).to_json()
 
 
 def test_pairs_of_a_data_loader_are_searched_trained_and_tested() -> None:

@@ -26,7 +26,7 @@ from dmcp.fields import setting
 from dmcp.installation import project_address
 from dmcp.models import imported
 from dmcp.runs.records import DMCP, UNIFORM
-from dmcp.runtime.batches import arguments_of, generator, size_of
+from dmcp.runtime.batches import generator, input_of, size_of
 from dmcp.runtime.distributed import current, mean_values
 from dmcp.runtime.engine import ResolvedEngine
 from dmcp.searching import sampling
@@ -228,7 +228,7 @@ def _losses(net: Supernet, problem: Problem, batches: list[Any], engine: Resolve
 
     def loss(batch: Any, gates: Tensor) -> Tensor:
         with engine.autocast():
-            return task(net(arguments_of(net.model, batch), gates), batch).float()
+            return task(net(input_of(batch), gates), batch).float()
 
     run = engine.repeated(loss)
 

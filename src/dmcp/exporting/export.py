@@ -27,7 +27,15 @@ from dmcp.errors import DataError, DmcpError, FileError, TraceError
 from dmcp.installation import install_command
 from dmcp.runtime.batches import generator, input_of, size_of
 from dmcp.runtime.io import plain_file_size, quote, write_files
-from dmcp.tracing.modules import call_model, map_leaves, narrow, tensors_in, unwrap, without_autocast
+from dmcp.tracing.modules import (
+    as_arguments,
+    call_model,
+    map_leaves,
+    narrow,
+    tensors_in,
+    unwrap,
+    without_autocast,
+)
 
 ONNX = ".onnx"
 PT2 = ".pt2"
@@ -182,7 +190,7 @@ def random_like(example: Any, size: int) -> Any:
 
 def record(net: nn.Module, example: Any) -> tuple[ExportedProgram, Any]:
     """Record a network in eval mode as a graph of torch; with the free dims of its inputs, dim 0 of each tensor."""
-    example = random_like(example, _RECORDED)
+    example = as_arguments(net, random_like(example, _RECORDED))
     args: Any = ()
     kwargs: dict[str, Any] = {}
     if isinstance(example, dict):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from dmcp.errors import DataError
 from dmcp.runtime.distributed import World
-from dmcp.tracing.modules import tensors_in, unwrap
+from dmcp.tracing.modules import tensors_in
 
 HELD_OUT = 0.2  # share of the training images that `within` decides on
 
@@ -39,26 +38,6 @@ def input_of(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch
     return _part(batch, 0, "input", "pixel_values")
-
-
-def arguments_of(model: nn.Module, batch: Any) -> Any:
-    """The input of the batch as this model takes it: a list is a tuple of arguments if the forward needs several.
-
-    torch's default_collate makes lists of the tuples in a data set; but a list may also be one argument.
-    """
-    example = input_of(batch)
-    if type(example) is list and _needs_several(unwrap(model).forward):
-        return tuple(example)
-    return example
-
-
-def _needs_several(forward: Callable[..., Any]) -> bool:
-    """Whether a function needs more than one positional argument."""
-    needed = 0
-    for parameter in inspect.signature(forward).parameters.values():
-        is_positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        needed += is_positional and parameter.default is parameter.empty
-    return needed > 1
 
 
 def labels_of(batch: Any) -> Tensor:

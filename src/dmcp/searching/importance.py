@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from dmcp.arguments import checked
 from dmcp.errors import DataError
-from dmcp.runtime.batches import FewBatches, arguments_of, device_of, input_of, is_used_up, on_device, size_of, widest
+from dmcp.runtime.batches import FewBatches, device_of, input_of, is_used_up, on_device, size_of, widest
 from dmcp.runtime.checkpoint import untouched
 from dmcp.runtime.distributed import current, gather, sum_values
 from dmcp.searching.supernet import Supernet
@@ -170,10 +170,9 @@ def importance_in(net: Supernet, batches: Iterable[Any]) -> dict[str, Tensor]:
         raise DataError("The importance of channels needs at least one batch, but the loader gave none.")
     with kept_modes(net), torch.enable_grad():
         net.eval()
-        for sample in samples:
-            x = on_device(arguments_of(net.model, (sample,)), device)
+        for x in samples:
             factors = torch.ones(len(net.position), device=device, requires_grad=True)
-            output = net.run_scaled(x, factors)
+            output = net.run_scaled(on_device(x, device), factors)
             parts = [part for part in tensors_in(output) if part.requires_grad]
             if not sizes:
                 sizes = [part.detach().abs().mean().clamp(min=1e-12) for part in parts]

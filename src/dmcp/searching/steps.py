@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dmcp.budgets import Budget
 from dmcp.markov import moment
-from dmcp.runtime.batches import arguments_of, size_of
+from dmcp.runtime.batches import input_of, size_of
 from dmcp.runtime.distributed import SINGLE_PROCESS, World, mean_gradients, mean_values
 from dmcp.runtime.engine import ResolvedEngine, autocast
 from dmcp.searching.bounds import extreme_widths
@@ -88,7 +88,7 @@ def weight_gradients(
     samples = sum(map(size_of, batches))
     losses: list[Tensor] = []
     for batch in batches:
-        x = arguments_of(net.model, batch)
+        x = input_of(batch)
         share = size_of(batch) / samples
 
         # The stem runs forward once and backward once: the sub-networks read a detached copy of its output, h.
@@ -160,7 +160,7 @@ def arch_gradient(context: StepContext, batches: Sequence[Any], forward: Forward
             for batch in batches:
                 gates = chains.gates(chains.marginals(net.alpha))
                 with autocast(net.alpha.device, context.precision):
-                    loss = loss_of(context.loss, forward(arguments_of(net.model, batch), gates), batch)
+                    loss = loss_of(context.loss, forward(input_of(batch), gates), batch)
                 torch.autograd.backward(loss * (size_of(batch) / samples))
                 task_losses.append(loss.detach())
         mean_gradients([net.alpha], samples, context.world)
@@ -373,9 +373,7 @@ class Steps:
 
     def _head_for(self, batches: list[Any]) -> Head | None:
         """What runs the stem, if all batches have the shape that it was found for."""
-        if self.stem is None or not all(
-            self.stem.fits(arguments_of(self.context.net.model, batch)) for batch in batches
-        ):
+        if self.stem is None or not all(self.stem.fits(input_of(batch)) for batch in batches):
             return None
         return self._run_head
 

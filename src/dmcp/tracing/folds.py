@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from dmcp.tracing.graph import GateFold
 from dmcp.tracing.layout import atoms_of
-from dmcp.tracing.modules import call_model
+from dmcp.tracing.modules import as_arguments, call_model
 
 
 def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:
@@ -21,7 +21,11 @@ def run_folded(model: nn.Module, x: Any, folded: dict[str, Tensor]) -> Any:
     A tensor that several modules share is named for each of them, a module with several names only once: torch's own
     `tie_weights` replaces the tensors of such a module twice and never gives them back.
     """
-    return call_model(lambda *args, **kwargs: functional_call(model, folded, args, kwargs, tie_weights=False), x)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(model, folded, args, kwargs, tie_weights=False)
+
+    return call_model(run, as_arguments(model, x))
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:

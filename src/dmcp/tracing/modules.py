@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import io
 import traceback
 from collections import OrderedDict, deque
@@ -291,11 +292,32 @@ def _hides_tensors(nested: Any) -> TraceError:
 
 def call_model(model: Callable[..., Any], example: Any) -> Any:
     """Call a model: a tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
-    if isinstance(example, tuple):
-        return model(*example)
-    if isinstance(example, dict):
-        return model(**example)
-    return model(example)
+    arguments = as_arguments(model, example)
+    if isinstance(arguments, tuple):
+        return model(*arguments)
+    if isinstance(arguments, dict):
+        return model(**arguments)
+    return model(arguments)
+
+
+def as_arguments(model: Callable[..., Any], example: Any) -> Any:
+    """The input as `call_model` takes it: a list becomes a tuple of arguments if the model needs several.
+
+    The default_collate of torch makes lists of the tuples in a data set; but a list may also be one argument.
+    """
+    if type(example) is not list:
+        return example
+    function = model
+    if isinstance(model, nn.Module):
+        function = unwrap(model).forward
+    needed = 0
+    for parameter in inspect.signature(function).parameters.values():
+        is_positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if is_positional and parameter.default is parameter.empty:
+            needed += 1
+    if needed > 1:
+        return tuple(example)
+    return example
 
 
 def batch_of(example: Any) -> int | None:

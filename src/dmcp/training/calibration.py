@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmcp.arguments import checked
 from dmcp.errors import DataError
-from dmcp.runtime.batches import arguments_of, device_of, on_device, size_of, widest
+from dmcp.runtime.batches import device_of, input_of, on_device, size_of, widest
 from dmcp.runtime.distributed import World, current, sum_values
 from dmcp.tracing.modules import call_model, kept_modes, modules_of, without_autocast
 
@@ -54,7 +54,7 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], forward: Forward | None
         batch = None
         for batch in loader:
             if size_of(batch):  # some ranks have no part of a small last batch
-                run(on_device(arguments_of(model, batch), device))
+                run(on_device(input_of(batch), device))
         if batch is None:
             raise DataError("Calibration needs at least one batch, but the loader gave none.")
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from dmcp.errors import DmcpWarning, TrainingError, warn
-from dmcp.runtime.batches import arguments_of, device_of
+from dmcp.runtime.batches import device_of, input_of
 from dmcp.runtime.checkpoint import untouched
 from dmcp.runtime.distributed import current
 from dmcp.settings import Distill
@@ -209,7 +209,7 @@ def distillation_by_loss(loss: Loss, model: nn.Module, batch: Any) -> tuple[Term
         if isinstance(loss, nn.Module):
             copy_of_loss = narrow(loss, {}, {})
         with untouched([batch], device), torch.enable_grad():
-            output = call_model(copy_of_model, arguments_of(model, batch))
+            output = call_model(copy_of_model, input_of(batch))
             outputs = tensors_in(output)
             watch = _LossWatch(outputs)
             with watch:

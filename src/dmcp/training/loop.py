@@ -22,7 +22,6 @@ from dmcp.errors import DataError, TrainingError
 from dmcp.runs.records import StepRecord
 from dmcp.runtime.batches import (
     Loader,
-    arguments_of,
     check_parts,
     device_of,
     input_of,
@@ -291,7 +290,7 @@ def make_step(
 
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        x = arguments_of(model, batch)
+        x = input_of(batch)
         with engine.autocast():
             output = run_model(x)
             value = loss_of(loss, output, batch)
@@ -484,7 +483,7 @@ def evaluate_counted(
     if whole_metric is not None:
         check_parts(loader, world)
 
-    outputs = _Outputs(model, forward or partial(call_model, model), loader, device)
+    outputs = _Outputs(forward or partial(call_model, model), loader, device)
     accuracy = Accuracy(device)
     answers = 0.0
     with kept_modes(model), torch.no_grad():
@@ -506,8 +505,7 @@ def evaluate_counted(
 class _Outputs:
     """The outputs of a network for the batches of a loader, each with its batch; counts the samples."""
 
-    def __init__(self, model: nn.Module, run: Forward, loader: Iterable[Any], device: torch.device) -> None:
-        self.model = model
+    def __init__(self, run: Forward, loader: Iterable[Any], device: torch.device) -> None:
         self.run = run
         self.loader = loader
         self.device = device
@@ -520,4 +518,4 @@ class _Outputs:
             if size == 0:  # some ranks have no part of a small last batch
                 continue
             self.samples += size
-            yield self.run(arguments_of(self.model, batch)), batch
+            yield self.run(input_of(batch)), batch

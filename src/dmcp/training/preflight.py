@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 from dmcp.errors import DataError, TrainingError
 from dmcp.runtime.batches import (
     Loader,
-    arguments_of,
     check_parts,
     device_of,
     ends_with_one_sample,
@@ -84,7 +83,7 @@ def preflight(
 
     # The model, on the first batch.
     batch = next(iter(first_loader))
-    example = on_device(arguments_of(model, batch), device_of(model))
+    example = on_device(input_of(batch), device_of(model))
     sample = first_two(example)
     check_forward(model, sample)
     if task.loss is None:
@@ -252,12 +251,12 @@ def try_test(model: nn.Module, loader: Loader, task: Task, batch: Any, tested: b
         first = peek(loader)
         seen = on_device(first[0] if first else batch, device)
         if metric is None and task.loss is not None:
-            metric = score_by(task.loss, _output(unwrap(model), arguments_of(model, seen), train=False), seen)
+            metric = score_by(task.loss, _output(unwrap(model), input_of(seen), train=False), seen)
         if first is None:
             return metric
         evaluate(narrow(unwrap(model), {}, {}), first, metric)
         if metric is None and not tested:
-            classes = classes_of(model, arguments_of(model, seen))
+            classes = classes_of(model, input_of(seen))
             if classes:
                 for test_batch in loader:
                     check_range(labels_of(test_batch), classes)
