@@ -6,11 +6,9 @@ import contextlib
 import copy
 import functools
 import hashlib
-import random
-import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +28,12 @@ from dmcp.tracing.modules import (
     map_leaves,
     modules_of,
     narrow,
-    no_autocast,
     on_meta,
     reason_of,
     skeleton,
     tensors_in,
 )
+from dmcp.tracing.world import ELSEWHERE, SEED, inert_autocast, untouched_world
 
 aten = torch.ops.aten
 
@@ -56,11 +54,6 @@ _HISTORY: dict[Any, Any] = {
     Tensor.retain_grad: None,
 }
 _DATA = _GETTERS["data"].__get__
-_ELSEWHERE = (
-    "A lambda or hook of the model holds the model itself, so a copy would use the original. Make it a method instead."
-)
-
-_SEED = 2**40 + 1  # of every recording and replay; with another one forward has seeded its random numbers itself
 
 # Their size follows from values, but torch does not tag them so.
 UNTAGGED = {aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor}
@@ -343,7 +336,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) in self._elsewhere:
-            raise TraceError(_ELSEWHERE)
+            raise TraceError(ELSEWHERE)
         if id(leaf) not in self._known and _memory_of(leaf) in self._in_memory:
             # Another object for a known value, made where no op runs: a Tensor subclass wraps what each op returns.
             self._known[id(leaf)] = self._in_memory[_memory_of(leaf)]
@@ -396,7 +389,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.recording.ops.append(Op(func, call.args, call.kwargs, outs, call.path, result, single))
         if torch.Tag.nondeterministic_seeded in func.tags:
             seed = (call.arguments().get("generator") or torch.default_generator).initial_seed()
-            if seed != _SEED:
+            if seed != SEED:
                 self.recording.seeded.append(self.recording.ops[-1])
                 self._note_made(seed)
         return out
@@ -448,77 +441,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.recording.reads.append(Read(tuple(values), way, self.path[-1] or "the model", result))
 
 
-class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses ops on tensors of a model, so that a run of its copy cannot change the model itself."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._guarded = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-
-    def __torch_dispatch__(
-        self, func: Func, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._guarded.isdisjoint(map(id, leaves((args, kwargs)))):
-            raise TraceError(_ELSEWHERE)
-        return func(*args, **kwargs)
-
-
-_WORLD = threading.RLock()  # threads that trace wait for each other: random states and switches are everybody's
-
-
-@contextlib.contextmanager
-def untouched_world(device: str, original: nn.Module | None = None) -> Iterator[None]:
-    """Restore random states and global switches at the end, and refuse a copy that changes attributes of the model."""
-    attributes: list[dict[str, Any]] = []
-    for module in modules_of(original) if original else ():
-        attributes.append(vars(module))
-        attributes += [item for item in vars(module).values() if type(item) is dict]
-    attributes_before = [items.copy() for items in attributes]
-    with _WORLD, contextlib.ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the layers inside it
-        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-        stack.enter_context(torch.random.fork_rng(gpus))
-        random.seed(0)  # every recording and replay has the same random numbers
-        np.random.seed(0)
-        torch.default_generator.manual_seed(_SEED)
-        stack.enter_context(no_autocast())
-        if device == "meta":
-            stack.enter_context(torch.device("meta"))
-        try:
-            yield
-        finally:
-            any_changed = False
-            for now, before in zip(attributes, attributes_before, strict=True):
-                if [id(item) for item in now.values()] != [id(item) for item in before.values()]:
-                    any_changed = True
-                    now.clear()
-                    now.update(before)
-            if any_changed:
-                raise TraceError(_ELSEWHERE)
-
-
-@contextlib.contextmanager
-def _inert_autocast() -> Iterator[None]:
-    """While entered, autocast in forward is off on every device, so that all recordings have the same ops.
-
-    The meta device has none: there, torch refuses even to turn it off.
-    """
-    original = torch.autocast.__init__
-
-    def turn_off(self: torch.autocast, *_: Any, **__: Any) -> None:
-        original(self, "cpu", torch.bfloat16, enabled=False)
-
-    torch.autocast.__init__ = turn_off  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
-
-
 def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recording:
     """Run a throw-away model under a recorder that was made for it."""
 
@@ -532,11 +454,8 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
     below = torch._C._AutoDispatchBelowAutograd()
     host = _HostAccess(recorder)
     grad = recorder.recording.grad  # some models ask whether it is on
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(untouched_world(device, recorder.source))
-        stack.enter_context(_inert_autocast())
-        for mode in (torch.set_grad_enabled(grad), below, recorder, host):
-            stack.enter_context(mode)
+    world = untouched_world(device, recorder.source)
+    with world, inert_autocast(), torch.set_grad_enabled(grad), below, recorder, host:
         outputs = tensors_in(call_model(model, example))
         recorder.recording.outputs = [recorder._argument(tensor).value for tensor in outputs]
     return recorder.recording
@@ -544,7 +463,7 @@ def run_recorded(recorder: Recorder, model: nn.Module, example: Any) -> Recordin
 
 def _recomputes(model: nn.Module, example: Any, device: str) -> bool:
     """Whether the backward pass of a throw-away model asks its modules for weights, which they have no longer."""
-    with contextlib.suppress(Exception), untouched_world(device), _inert_autocast(), torch.enable_grad():
+    with contextlib.suppress(Exception), untouched_world(device), inert_autocast(), torch.enable_grad():
 
         def with_gradient(tensor: Tensor) -> Tensor:
             return tensor.detach().requires_grad_(tensor.is_floating_point()).clone()

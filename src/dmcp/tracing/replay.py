@@ -453,7 +453,9 @@ class Resolver:
             op = ops[conflicts[0].number]
         taken = [atom.index for layout in within.values(op) for atom in self.coupling.channels.atoms(layout)]
         nearby = [atom for atom in sizes if atom in taken]
-        suspects = nearby if nearby and fails(nearby) else list(sizes)
+        suspects = list(sizes)
+        if nearby and fails(nearby):
+            suspects = nearby
         guilty = find_guilty(suspects, fails)
         self._fix(tuple(((Atom(atom),),) for atom in guilty), self._reason(op, outcome, conflicts))
 

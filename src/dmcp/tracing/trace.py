@@ -39,7 +39,6 @@ from dmcp.tracing.modules import (
 )
 from dmcp.tracing.record import (
     Func,
-    Guard,
     Op,
     Recording,
     Ref,
@@ -48,15 +47,16 @@ from dmcp.tracing.record import (
     meta_example,
     record,
     record_anywhere,
-    untouched_world,
 )
 from dmcp.tracing.replay import ReplayContext, Resolver
 from dmcp.tracing.rules import RULES, find_rule, unknown
 from dmcp.tracing.verification import ForwardError, find_unequal
 from dmcp.tracing.widths import ChannelSpace, fingerprint, tuples
+from dmcp.tracing.world import Guard, untouched_world
 
 _BATCH = 3  # more than one for BatchNorm in train mode; odd, so that it is rarely mistaken for channels
 _IGNORED = "ignored, as you asked"
+_NAMED = 3  # layers that a note names
 
 
 @checked
@@ -294,12 +294,17 @@ def _follow(coupling: Coupling, within: Pass, rules: Mapping[Func, Rule], strict
 
 def _describe_computed_weights(model: nn.Module, coupling: Coupling) -> str:
     """A note on layers whose weights come from ops without a rule, as by weight_norm; empty if there are none."""
-    ops_without_rule = [op for within in coupling.passes for op in within.unknown]
-    paths = {op.path.partition(".parametrizations.")[0] for op in ops_without_rule}
+    paths: set[str] = set()
+    for within in coupling.passes:
+        for op in within.unknown:
+            layer, _, _ = op.path.partition(".parametrizations.")
+            paths.add(layer)
     layers = [path for path, module in model.named_modules() if path in paths and _computes_weights(module)]
     if not layers:
         return ""
-    names = ", ".join(layers[:3]) + (" and others" if len(layers) > 3 else "")
+    names = ", ".join(layers[:_NAMED])
+    if len(layers) > _NAMED:
+        names += " and others"
     return (
         f"The weights of {names} are computed by ops without a channel rule "
         "(weight_norm and spectral_norm do so), so the channels of these layers are not pruned. Make the weights plain "
@@ -310,8 +315,9 @@ def _describe_computed_weights(model: nn.Module, coupling: Coupling) -> str:
 
 def _computes_weights(module: nn.Module) -> bool:
     """Whether torch computes weights of a layer from other parameters before each forward."""
-    hooks = module._forward_pre_hooks.values()
-    return parametrize.is_parametrized(module) or any(isinstance(hook, (SpectralNorm, WeightNorm)) for hook in hooks)
+    if parametrize.is_parametrized(module):
+        return True
+    return any(isinstance(hook, SpectralNorm | WeightNorm) for hook in module._forward_pre_hooks.values())
 
 
 def _check_ignored(op: Op, ignore: Sequence[str]) -> None:

@@ -31,9 +31,10 @@ from dmcp.tracing.modules import (
     unwrap,
     without_autocast,
 )
-from dmcp.tracing.record import Func, Guard, aten, check_example, untouched_world
+from dmcp.tracing.record import Func, aten, check_example
 from dmcp.tracing.replay import find_guilty
 from dmcp.tracing.widths import ChannelSpace
+from dmcp.tracing.world import Guard, untouched_world
 
 _SAME = 1e-6  # largest difference that rounding explains in float64, as a share of the largest number
 _CLOSE = 1e-2  # the same in the model's own precision
@@ -102,8 +103,9 @@ def find_unequal(model: nn.Module, graph: ChannelGraph, example: Any) -> tuple[l
     def differs(spaces: Sequence[ChannelSpace]) -> bool:
         return compare(trial, _some_channels(spaces)).is_real
 
-    unequal = find_guilty(graph.spaces, differs) if of_all_spaces.is_real else []
-    return unequal, of_all_spaces.text
+    if not of_all_spaces.is_real:
+        return [], of_all_spaces.text
+    return find_guilty(graph.spaces, differs), of_all_spaces.text
 
 
 def _some_channels(spaces: Sequence[ChannelSpace]) -> dict[str, list[int]]:
@@ -338,7 +340,9 @@ def _weighted_squares(output: Tensor) -> Tensor:
     Without weights it would be constant for vectors of length one, and their gradients nothing but rounding. The
     weights are sines, as `_Constants` would replace random numbers.
     """
-    numbers = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
+    numbers = output
+    if output.is_complex():
+        numbers = torch.view_as_real(output.resolve_conj())
     positions = torch.arange(numbers.numel(), dtype=torch.float64, device=numbers.device)
     weights = 1 + 0.5 * positions.sin()
     squares = numbers.square() * weights.view(numbers.shape)
