@@ -20,7 +20,7 @@ BY_MACS = Budget((Limit("macs", 100),), "50%")
 BY_TIME = Budget((Limit("latency", 100),), "8ms")
 SLOW = Speed(where="here", unpruned_ms=10.0, pruned_ms=10.0, launch_us=50.0)
 FAST = replace(SLOW, where="there", pruned_ms=5.0)
-FACTS = Facts(macs_share=0.5, traffic_share=0.5, layers=20, spaces=10, odd_spaces=0)
+FACTS = Facts(macs_share=0.5, traffic_share=0.5, layers=20, spaces=10, odd_spaces=0, narrow_spaces=0)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ def test_facts_are_counted() -> None:
     example = torch.zeros(1, 3, 12, 12)
     graph = dmcp.trace(model, example)
     first, second = (space.name for space in graph.spaces)
-    assert facts_of(graph, graph.full) == Facts(macs_share=1, traffic_share=1, layers=3, spaces=2, odd_spaces=0)
+    assert facts_of(graph, graph.full) == Facts(
+        macs_share=1, traffic_share=1, layers=3, spaces=2, odd_spaces=0, narrow_spaces=0
+    )
     widths = graph.widths({first: 9, second: 5})  # 12 channels were no whole blocks before
     facts = facts_of(graph, widths)
     assert facts.odd_spaces == 1 and facts.layers == 3

@@ -66,7 +66,7 @@ class Facts:
     layers: int  # that have MACs
     spaces: int
     odd_spaces: int  # whose channels filled whole blocks before the cut, and do not any more
-    narrow_spaces: int = 0  # those of them that had a single block before
+    narrow_spaces: int  # those of them that had a single block before
 
 
 # measuring
@@ -157,7 +157,7 @@ def find_causes(speed: Speed, facts: Facts) -> dict[Cause, str]:
     if facts.odd_spaces:
         causes[Cause.NARROW] = (
             f"{facts.odd_spaces} of {counted(facts.spaces, 'space')} had a multiple of {_BLOCK} channels before the "
-            f"cut and do not have one now, and processors compute in such blocks"
+            "cut and do not have one now, and processors compute in such blocks"
         )
         if facts.odd_spaces > facts.narrow_spaces:  # the others could not be cut at all then
             causes[Cause.NARROW] += f"; use align={_BLOCK} (--align {_BLOCK})"
@@ -178,7 +178,8 @@ def facts_of(graph: ChannelGraph, widths: Widths) -> Facts:
         is_whole = widths[space.name] * space.unit % _BLOCK == 0
         if was_whole and not is_whole:
             odd_spaces += 1
-            narrow_spaces += space.size * space.unit == _BLOCK
+            if space.size * space.unit == _BLOCK:
+                narrow_spaces += 1
     return Facts(
         macs_share=graph.macs(widths) / max(1, graph.macs()),
         traffic_share=graph.traffic(widths) / max(1, graph.traffic()),

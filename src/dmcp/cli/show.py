@@ -273,7 +273,7 @@ def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -
     try:
         pruned = load(run, job.fresh)
     except WidthsError as error:
-        classes = stored["classes"]
+        classes = stored.get("classes", job.data.classes)
         if classes == job.data.classes:
             raise
         raise WidthsError(

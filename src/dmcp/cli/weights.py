@@ -54,8 +54,8 @@ def load_weights(model: nn.Module, path: Path, notes: list[str], classes: int | 
         raise WidthsError(message)
 
     for name, tensor in stored.items():
-        if not tensor.isfinite().all():
-            raise FileError(f"{path}: {name} has values that are NaN or infinite: the training of this file diverged.")
+        if tensor.isnan().any():  # infinities may be a mask
+            raise FileError(f"{path}: {name} has values that are NaN: the training of this file diverged.")
 
     fitting = {name: tensor for name, tensor in stored.items() if name not in other_shape}
     model.load_state_dict(fitting, strict=False)

@@ -83,8 +83,8 @@ def check_reachable(
         )
     for limit in budget.limits:
         kind = limit.kind
-        is_met_by_all = limit.target > full[kind]  # then another limit decides
-        if is_met_by_all or least[kind] <= limit.target <= most[kind]:
+        is_without_effect = limit.target > full[kind]  # another limit decides
+        if is_without_effect or least[kind] <= limit.target <= most[kind]:
             continue
         too_small = limit.target < least[kind]
         side = "more than the largest possible"
