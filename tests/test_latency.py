@@ -34,13 +34,14 @@ from dmcp.models import build
 from dmcp.report.html import make_page
 from dmcp.runs.reading import read_run
 from dmcp.runtime.io import record_hash
-from dmcp.searching.budget import check_reachable, costs, parse_budget
+from dmcp.searching.budget import cheapest_between, check_reachable, costs, parse_budget
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected
 from dmcp.settings import LatencyConfig, LatencyMode, RuntimeKind
 from dmcp.tracing.cost import Step
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import ChannelSpace
+from dmcp.within import with_reachable_start
 
 pytestmark = pytest.mark.usefixtures("quick_commands")
 
@@ -228,6 +229,10 @@ def test_a_budget_is_refused_only_if_no_widths_meet_it() -> None:
     reachable = Budget((Limit("latency", fastest),), "the fastest")
     check_reachable(reachable, graph, low, high, 1)
     assert graph.cost("latency", dmcp.uniform(graph, reachable, low, 1)) == fastest
+    assert graph.cost("latency", cheapest_between(reachable, graph, low, high, 1)) == fastest
+    search = dmcp.SearchConfig(budget=reachable, align=1)
+    assert with_reachable_start(search, graph, (low, high)) == search
+    assert with_reachable_start(replace(search, align=3), graph, (low, high)) != search
     out_of_reach = Budget((Limit("latency", fastest - 1),), "faster")
     for refused in (
         lambda: check_reachable(out_of_reach, graph, low, high, 1),

@@ -22,8 +22,7 @@ from dmcp.runs.records import UNIFORM, UNPRUNED, LatencyOutcome, WithinOutcome
 from dmcp.runtime.batches import device_of
 from dmcp.runtime.distributed import current
 from dmcp.searching import search as searching
-from dmcp.searching.bounds import AllowedWidths
-from dmcp.searching.budget import cheapest_widths
+from dmcp.searching.budget import cheapest_between
 from dmcp.searching.importance import Scores, first_samples, scores_of
 from dmcp.searching.records import SearchResult
 from dmcp.searching.sampling import expected, filled, uniform
@@ -226,13 +225,12 @@ def _choose_within_latency(
 ) -> tuple[Picked, LatencyOutcome]:
     """Pick for a budget, and again as long as what is measured is not inside the limit or far below it."""
     lowest, highest = reachable(job.graph, job.search)
-    allowed = AllowedWidths(job.graph, lowest.tensor(), highest.tensor(), job.search.align)
-    fastest = allowed.widths(cheapest_widths(budget, job.graph, allowed))
+    fastest = cheapest_between(budget, job.graph, lowest, highest, job.search.align)
     return choose_within_latency(
         pick,
         budget,
         job.graph,
-        lowest=job.graph.cost(LATENCY, job.graph.widths(fastest)),
+        lowest=job.graph.cost(LATENCY, fastest),
         highest=job.graph.cost(LATENCY, highest),
         model=job.model,
         timer=job.timer,
@@ -249,6 +247,8 @@ def choose_budget(
     """The job with the smallest budget whose network loses at most so much, its cut, and how that was decided."""
     (searched,) = job.budgets.values()
     (kind,) = searched.kinds
+    lowest, highest = reachable(job.graph, job.search)
+    cheapest = cheapest_between(searched, job.graph, lowest, highest, job.search.align)
 
     def plan(budget: Budget) -> PlannedCut:
         return _plan_cut(job, selector, budget, budget.file_name)
@@ -260,7 +260,7 @@ def choose_budget(
         model=job.model,
         graph=job.graph,
         kind=kind,
-        reachable=reachable(job.graph, job.search),
+        reachable=(cheapest, highest),
         metric=job.task.metric,
         trains=job.retraining.kind is not Retrain.NONE,
     )

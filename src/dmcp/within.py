@@ -19,7 +19,7 @@ from dmcp.runs.records import UNPRUNED, Candidate, WithinOutcome
 from dmcp.runtime.batches import Loader, device_of, length_of
 from dmcp.runtime.checkpoint import seeded, untouched
 from dmcp.runtime.distributed import current
-from dmcp.searching.budget import parse_budget
+from dmcp.searching.budget import cheapest_between, parse_budget
 from dmcp.settings import ResolvedSearchConfig, ResolvedTrainConfig
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap
@@ -120,8 +120,11 @@ def with_reachable_start(
     search: ResolvedSearchConfig, graph: ChannelGraph, reachable: tuple[Widths, Widths]
 ) -> ResolvedSearchConfig:
     """The settings with a budget that the search can begin with: the middle of what is reachable, if theirs is not."""
-    (limit,) = parse_budget(search.budget, graph).limits
-    lowest, highest = (graph.cost(limit.kind, widths) for widths in reachable)
+    budget = parse_budget(search.budget, graph)
+    (limit,) = budget.limits
+    smallest, largest = reachable
+    lowest = graph.cost(limit.kind, cheapest_between(budget, graph, smallest, largest, search.align))
+    highest = graph.cost(limit.kind, largest)
     if lowest <= limit.target <= highest:
         return search
     middle = round(100 * (lowest + highest) / 2 / graph.cost(limit.kind))

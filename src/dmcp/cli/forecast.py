@@ -29,7 +29,7 @@ from dmcp.runs.config import RunConfig
 from dmcp.runs.records import UNIFORM
 from dmcp.runtime import progress
 from dmcp.runtime.batches import core_count, device_of
-from dmcp.searching.budget import costs
+from dmcp.searching.budget import cheapest_between, costs
 from dmcp.searching.search import SEARCH, SearchWarning
 from dmcp.searching.search import search as run_search
 from dmcp.searching.supernet import Supernet
@@ -56,7 +56,7 @@ class Stage(NamedTuple):
 class Forecast:
     """What a run would do, and how long it would take."""
 
-    low: Widths  # the smallest widths of the search
+    low: Widths  # the cheapest widths of the search, for the first budget
     high: Widths
     budgets: Mapping[str, Budget]
     stages: Sequence[Stage]
@@ -78,6 +78,8 @@ def dry_run(config: RunConfig, request: Request) -> None:
     job = with_checked_budgets(open_checked(config, request.typed))
     low, high = reachable(job.graph, job.search)
     budgets = parse_budgets(job.budgets, job.graph, low, high, job.search.align)
+    first_budget = next(iter(budgets.values()))
+    cheapest = cheapest_between(first_budget, job.graph, low, high, job.search.align)
 
     # A few steps, and a few batches of the loader.
     device = device_of(job.model)
@@ -93,7 +95,7 @@ def dry_run(config: RunConfig, request: Request) -> None:
     peak_bytes = None
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
-    result = Forecast(low=low, high=high, budgets=budgets, stages=stages, images=images, peak_bytes=peak_bytes)
+    result = Forecast(low=cheapest, high=high, budgets=budgets, stages=stages, images=images, peak_bytes=peak_bytes)
     if request.as_json:
         print_json(_plain(job, result))
     else:

@@ -65,11 +65,8 @@ def check_reachable(
 ) -> None:
     """Refuse a target below the cost of the cheapest widths, or above that of the largest (default: unpruned)."""
     high = high or graph.full
-    if _slow_blocks(budget, graph):
-        allowed = AllowedWidths(graph, low.tensor(), high.tensor(), align)
-        low = graph.widths(allowed.widths(cheapest_widths(budget, graph, allowed)))
     full = costs(graph, graph.full)
-    least = costs(graph, low)
+    least = costs(graph, cheapest_between(budget, graph, low, high, align))
     most = costs(graph, high)
 
     def describe(kind: str, amount: int) -> str:
@@ -110,6 +107,14 @@ def is_met_by(amounts: Mapping[str, int], budget: Budget) -> bool:
 
 
 # widths against the budget
+
+
+def cheapest_between(budget: Budget, graph: ChannelGraph, low: Widths, high: Widths, align: int | None) -> Widths:
+    """The widths between these two that use least of the budget: the smallest ones, unless multiples are faster."""
+    if not _slow_blocks(budget, graph):
+        return low
+    allowed = AllowedWidths(graph, low.tensor(), high.tensor(), align)
+    return graph.widths(allowed.widths(cheapest_widths(budget, graph, allowed)))
 
 
 def cheapest_widths(budget: Budget, graph: ChannelGraph, allowed: AllowedWidths) -> Tensor:
