@@ -53,11 +53,14 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def quick_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out what takes most of the time of a short command, for files that type many of them.
+    """Leaves out what takes most of the time of a short run, for files that have many of them.
 
-    A network of ours is traced once in a session, networks are timed in one round, and runs end without figures.
+    A network of ours is traced once in a session, networks are timed in one round and in torch only, and runs end
+    without figures.
     """
     monkeypatch.setattr("dmcp.cli.job.trace", _trace_once)
+    monkeypatch.setattr("dmcp.pruning.trace", _trace_once)
+    monkeypatch.setattr("dmcp.speed._onnx_times", lambda *_: [])
     monkeypatch.setattr("dmcp.results.milliseconds", lambda nets, example, *_: milliseconds(nets, example, 1))
     monkeypatch.setattr("dmcp.report.finish.draw_all", lambda *_, **__: [])
 

@@ -24,6 +24,8 @@ from dmcp.compare.methods import METHODS
 from dmcp.data.datasets import load, preprocessing
 from dmcp.data.loaders import make_loader
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGES = {path.name: path.read_text() for path in FILES}

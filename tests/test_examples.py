@@ -15,6 +15,8 @@ from matplotlib import pyplot
 
 import dmcp
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

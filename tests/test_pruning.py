@@ -31,6 +31,8 @@ from dmcp.training.distillation import DistillationWarning
 from dmcp.training.losses import MetricWarning, classification_loss
 from dmcp.training.trained import LabelsWarning
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 
 @pytest.mark.parametrize("kind", list(Retrain))
 @pytest.mark.parametrize("budget", ["60%", "70%,params:50%"])

@@ -19,6 +19,8 @@ from dmcp.models import build
 from experiments.real import methods
 from experiments.real.rows import write_rows
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 SEARCH = dmcp.SearchConfig(budget="50%", epochs=1, seed=0)
 TRAIN = dmcp.TrainConfig(epochs=1, lr=1e-30, warmup_lr=1e-30, seed=0)  # the weights stay as they are
 

@@ -24,6 +24,8 @@ from dmcp.runs.files import LOG, SETTINGS
 from dmcp.runs.records import DMCP, UNPRUNED, Row
 from dmcp.runs.writing import Run
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 # Stands for a command: notes how it was called, and does what the file `acts` says of it.

@@ -15,6 +15,8 @@ from PIL import Image
 
 from experiments.real import segmentation
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -30,6 +30,8 @@ from dmcp.tracing.widths import Widths
 from dmcp.training.losses import LowerIsBetter, classification_loss
 from dmcp.within import RACES, Score, choose_within, race_name
 
+pytestmark = pytest.mark.usefixtures("quick_commands")
+
 EXAMPLE = torch.zeros(1, *Residual.SHAPE)
 Accuracy = Callable[[float], float]  # share of the MACs -> accuracy
 
