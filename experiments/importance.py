@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from dmcp.tracing.widths import ChannelSpace, Widths
 RESULTS = Path(__file__).parent / "results" / "importance.jsonl"
 BUDGETS = ("70%", "50%")
 SAMPLES = 64  # that scores see, one by one
+FITTED_ON = 512  # samples that weights are refitted on, where a score has +fit
 Scores = dict[str, Tensor]  # by space: (size,)
 
 
@@ -330,17 +332,22 @@ def uniform_widths(case: Case, budget: str) -> Widths:
     return dmcp.uniform(case.graph, budget)
 
 
-def measure(case: Case, scores: Scores, budget: str, corrected: bool, steps: int) -> dict[str, Any]:
-    """Cut the network by a score, and test it."""
+def measure(case: Case, scores: Scores, budget: str, correction: str, steps: int) -> dict[str, Any]:
+    """Cut the network by a score, and test it. The correction is "bias", "fit" (least squares) or none."""
     foreign = case.foreign
     widths = uniform_widths(case, budget)
     kept = {name: strongest(scores[name], width) for name, width in widths.items()}
-    small = dmcp.cut(case.model, case.graph, kept)
-    if corrected:
+    samples = None
+    if correction == "fit":
+        samples = foreign.batches(FITTED_ON // foreign.batch, foreign.batch, 7)
+    start = time.perf_counter()
+    small = dmcp.cut(case.model, case.graph, kept, batches=samples)
+    seconds = time.perf_counter() - start
+    if correction == "bias":
         with means_kept(case, small, kept):
             pass
     recalibrate(case, small)
-    row = {"cut": round(foreign.score(small), 3)}
+    row = {"cut": round(foreign.score(small), 3), "cut_s": round(seconds, 2)}
     if steps:
         tune(foreign, small, steps)
         row["tuned"] = round(foreign.score(small), 3)
@@ -356,7 +363,7 @@ def record(arguments: argparse.Namespace) -> None:
         case = None
         for budget in arguments.budgets:
             for by in arguments.by or SCORES:
-                corrected = by.endswith("+bias")
+                base, _, correction = by.partition("+")
                 row = {"network": name, "budget": budget, "by": by, "steps": arguments.tune}
                 if key(row) in known:
                     continue
@@ -366,12 +373,11 @@ def record(arguments: argparse.Namespace) -> None:
                     uncut = round(case.foreign.score(case.model), 3)
                     cached: dict[str, tuple[Scores, float]] = {}
                 start = time.perf_counter()
-                base = by.removesuffix("+bias")
                 if base not in cached:
                     cached[base] = SCORES[base](case), time.perf_counter() - start
                 scores, seconds = cached[base]
                 row |= {"uncut": uncut, "unit": case.foreign.unit}
-                row |= measure(case, scores, budget, corrected, arguments.tune)
+                row |= measure(case, scores, budget, correction, arguments.tune)
                 row |= {"score_s": round(seconds, 2), "cpu_s": round(time.process_time() - time_of_row, 2)}
                 arguments.results.parent.mkdir(exist_ok=True)
                 with arguments.results.open("a") as file:
@@ -405,13 +411,14 @@ def table(results: Path) -> str:
     """The recorded rows as Markdown, right after the cut and after training; random is the mean of its seeds."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     columns = ["random", *(name for name in SCORES if not name.startswith("random") and name != "outputs-batch")]
+    columns += [f"{name}+fit" for name in ("random", "l2", "importance")]
     lines: list[str] = []
     for steps in sorted({row["steps"] for row in rows}):
         scores: dict[tuple[str, str], dict[str, list[float]]] = {}
         for row in rows:
             if row["steps"] == steps:
                 of_network = scores.setdefault((f"{row['network']}, {row['uncut']} {row['unit']}", row["budget"]), {})
-                by = "random" if row["by"] in ("random-0", "random-1", "random-2") else row["by"]
+                by = re.sub(r"^random-\d", "random", row["by"])
                 of_network.setdefault(by, []).append(row["tuned" if steps else "cut"])
         lines += [
             f"{steps} training steps after the cut",
@@ -435,7 +442,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", type=Path, help="Folder with the repositories of other people.")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, help="Default: all.")
-    parser.add_argument("--by", nargs="+", help="Scores, also with +bias. Default: all without it.")
+    parser.add_argument("--by", nargs="+", help="Scores, also with +bias or +fit. Default: all without.")
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--tune", type=int, default=0, help="Number of training steps after the cut.")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -283,7 +283,7 @@ def test_without_a_search_the_channels_stay_that_the_outputs_depend_on(method: s
     result = dmcp.prune(model, *loaders, "50%", method=method, retrain="none")
     scores = dmcp.importance(model, graph, loaders[0])
     kept = {name: scores[name].topk(width).indices.sort().values for name, width in result.widths.items()}
-    expected = dmcp.cut(model, graph, kept)
+    expected = dmcp.cut(model, graph, kept, batches=loaders[0])
     parameters = dict(result.model.named_parameters())
     assert all(torch.equal(weight, parameters[name]) for name, weight in expected.named_parameters())
     assert [row.name for row in result.rows] == [ORIGINAL, method]

@@ -16,6 +16,7 @@ from dmcp.exporting.timing import Measure
 from dmcp.feasibility import check_budget, parse_budgets, reachable, with_latency
 from dmcp.job import PruneJob, avoidable_search, phases, resumable
 from dmcp.request import (
+    SENSITIVITY,
     Loaders,
     Spec,
     choose_baselines,
@@ -84,7 +85,8 @@ def prune(
         the other kinds of cost. Short trainings decide on a fifth of the batches, which they do not train on; pass
         `dmcp.Loaders` with `held_out` to choose these yourself. The model must be trained.
     method: "dmcp" searches. "sensitivity", "l2" and the other methods of `dmcp compare` choose widths and channels
-        in their own way; the resulting networks are trained and tested in the same way.
+        in their own way; the resulting networks are trained and tested in the same way. After "sensitivity", the
+        weights that are left are refitted to the outputs of each layer, as by `cut` with batches.
     search, train: settings of the search and of the training. What you leave out follows the number of images, and
         whether a test shows that the model is trained; `search_config` and `train_config` of the result have all of it.
     retrain: how the pruned network gets its weights. "finetune" trains the weights of the search further. "scratch",
@@ -207,7 +209,11 @@ def prune(
     speeds = speeds_of(job, selection, trained_networks.networks, rows, example)
     for text in unknown_scores(rows):
         warn(f"{text}.", MetricWarning)
-    start = "the weights of the search" if job.searches else "the weights that it kept"
+    start = "the weights that it kept"
+    if job.searches:
+        start = "the weights of the search"
+    elif method == SENSITIVITY:
+        start = "the weights that it kept, refitted to the outputs of each layer"
     distill = task.distillation or Distill.CLASSES
     origin = describe_origin(retraining, describe_teacher(request.teacher, model), method, start, distill)
     return make_result(job, selection, trained_networks.networks, rows, speeds, origin)

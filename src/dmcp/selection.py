@@ -12,7 +12,7 @@ from torch import nn
 from dmcp.budgets import LATENCY, Budget, limits_latency
 from dmcp.compare.methods import chooser, find_method
 from dmcp.compare.problem import Choice, Problem
-from dmcp.cutting import cut
+from dmcp.cutting import cut, highest_scores
 from dmcp.errors import warn
 from dmcp.exporting.latency_limit import choose_within_latency
 from dmcp.feasibility import latency_folder, reachable
@@ -32,6 +32,7 @@ from dmcp.settings import Retrain
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.modules import unwrap
 from dmcp.tracing.widths import Widths
+from dmcp.training.reconstruction import SAMPLES, refitted
 from dmcp.within import choose_within
 
 Picked = TypeVar("Picked")
@@ -47,7 +48,7 @@ class Source:
     model: nn.Module
     graph: ChannelGraph
     searched: bool  # whether its first channels are the important ones, as after a search
-    samples: Sequence[Any] = ()  # that its channels are scored on
+    samples: Sequence[Any] = ()  # that its channels are scored on, and the weights of its cuts refitted
 
     @functools.cached_property
     def scores(self) -> Scores:
@@ -58,7 +59,9 @@ class Source:
         """A network of these widths with the channels that matter most."""
         if self.searched:
             return cut(self.model, self.graph, widths)
-        return cut(self.model, self.graph, widths, by=self.scores)
+        kept = highest_scores(self.graph, widths, self.scores)
+        model = refitted(self.model, self.graph, kept, self.samples)
+        return cut(model, self.graph, kept)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +130,8 @@ def search_widths(job: PruneJob) -> Selector:
 def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
     """What a method without a search chooses. If it ranks trained weights, an untrained model is trained first."""
     model = unwrap(job.model)
-    samples = first_samples(job.loaders.search, device_of(model))  # before a training draws any: a resumed run has none
+    # Before a training draws any: a resumed run has none.
+    samples = first_samples(job.loaders.search, device_of(model), SAMPLES)
     pretrained = TrainedNetworks()
     if find_method(job.method).trained and not trained:
         if job.retraining.kind is Retrain.NONE:
@@ -158,6 +162,7 @@ def choose_widths(job: PruneJob, *, trained: bool) -> Selector:
         max_widths=high,
         align=job.search.align,
         score=lambda: source.scores,
+        samples=samples,
         seed=job.search.seed,
         task=job.task,
         runtime=job.runtime,

@@ -13,7 +13,6 @@ from dmcp.cli.config import Request
 from dmcp.cli.job import with_checked_budgets
 from dmcp.cli.output import Replaced, describe_costs, describe_replaced, log, print_json, result_facts
 from dmcp.cli.session import session
-from dmcp.cutting import cut
 from dmcp.report.finish import finish
 from dmcp.request import check_method
 from dmcp.results import PruneResult, measure_networks, results_table
@@ -32,10 +31,12 @@ from dmcp.runs.reading import read_widths
 from dmcp.runs.records import DMCP, ORIGINAL, UNIFORM
 from dmcp.runs.storage import save
 from dmcp.runtime.batches import device_of
-from dmcp.searching.importance import first_samples, scores_of
+from dmcp.searching.importance import first_samples
 from dmcp.searching.records import expected_shares
+from dmcp.selection import Source
 from dmcp.settings import UNPRUNED, Retrain
 from dmcp.training.loop import Task
+from dmcp.training.reconstruction import SAMPLES
 
 
 def prune(config: RunConfig, request: Request) -> None:
@@ -142,8 +143,8 @@ def train(config: RunConfig, request: Request) -> None:
         cuts: dict[str, nn.Module] = {}
         if config.retrain in (Retrain.FINETUNE, Retrain.NONE):
             start = job.model
-            samples = first_samples(loader, device_of(job.model))
-            cuts[name] = cut(job.model, graph, widths, by=scores_of(job.model, graph, samples))
+            samples = first_samples(loader, device_of(job.model), SAMPLES)
+            cuts[name] = Source(model=job.model, graph=graph, searched=False, samples=samples).cut(widths)
         trained = train_all(start, graph, {name: widths}, loader, retraining, cuts=cuts, runtime=begun.runtime)
         example = next(iter(loader))[0]
         rows = measure_networks(

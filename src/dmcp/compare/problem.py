@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class Problem:
     max_widths: Widths | None = None  # None: the full widths
     align: int | None = None  # widths are multiples of this
     score: Callable[[], Scores] | None = None  # of the channels of the model, computed once for all budgets
+    samples: Sequence[Any] = ()  # inputs of the first samples, if a loader has been asked for them already
     seed: int = 0  # for all random numbers of a method
     task: Task = Task()
     runtime: Runtime = Runtime()  # a method that trains takes runtime.stage(CHOOSING)

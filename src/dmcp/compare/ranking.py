@@ -28,6 +28,7 @@ from dmcp.tracing.modules import narrow
 from dmcp.tracing.widths import ChannelSpace
 from dmcp.training.loop import train
 from dmcp.training.losses import Loss, classification_loss
+from dmcp.training.reconstruction import SAMPLES, refitted
 
 # one ratio, and the strongest channels
 
@@ -68,13 +69,18 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
 
 
 def find_sensitivity(problem: Problem, config: MethodConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Keep the channels that the outputs depend on most, the same share of every space; no labels are used."""
+    """Keep the channels that the outputs depend on most, the same share of every space, and refit their weights.
+
+    No labels are used.
+    """
+    model = loaded(problem, state)
+    samples = problem.samples or first_samples(problem.loader, device_of(model), SAMPLES)
     if problem.score is not None and state is None:
         scores = problem.score()
     else:
-        samples = first_samples(problem.loader, device_of(problem.model))
-        scores = scores_of(loaded(problem, state), problem.graph, samples)
-    return keep_strongest(problem, state, lambda model, space: scores[space.name])
+        scores = scores_of(model, problem.graph, samples)
+    choice = keep_strongest(problem, state, lambda model, space: scores[space.name])
+    return replace(choice, model=refitted(model, problem.graph, choice.kept, samples))
 
 
 # network slimming

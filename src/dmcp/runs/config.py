@@ -118,7 +118,8 @@ class RunConfig:
     )
     method: str = setting(
         "dmcp",
-        "Pruning method: dmcp searches for widths; sensitivity, l2 and others (see dmcp compare) use no search.",
+        "Pruning method: dmcp searches for widths; sensitivity, l2 and others (see dmcp compare) use no search, and "
+        "sensitivity refits the weights that are left.",
         group=_SEARCH,
         commands=("prune",),
     )

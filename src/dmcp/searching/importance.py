@@ -27,6 +27,7 @@ from dmcp.tracing.widths import ChannelSpace
 
 _DIRECTIONS = 64  # random directions of the outputs, each for other samples
 _SAMPLES = 2  # of each direction
+SCORED_ON = _DIRECTIONS * _SAMPLES  # samples
 
 Scores = Mapping[str, Tensor]  # by space: one number for each channel, the larger the better. (size,)
 
@@ -194,14 +195,14 @@ def scores_of(model: nn.Module, graph: ChannelGraph, samples: Sequence[Any]) -> 
     return importance(model, graph, samples)
 
 
-def first_samples(batches: Iterable[Any] | None, device: torch.device) -> list[Any]:
-    """The batches that `importance` looks at, each with a few samples; none of a loader that does not repeat them."""
+def first_samples(batches: Iterable[Any] | None, device: torch.device, count: int = SCORED_ON) -> list[Any]:
+    """The first samples, in batches of a few each; none of a loader that does not repeat them."""
     if batches is None or is_used_up(batches):
         return []
     if isinstance(batches, FewBatches):
         batches = batches.loader  # whose workers are to stay as they are
     with untouched(batches, device):
-        return [(x,) for x in itertools.islice(_samples(batches), _DIRECTIONS)]
+        return [(x,) for x in itertools.islice(_samples(batches), count // _SAMPLES)]
 
 
 def has_samples(samples: Sequence[Any]) -> bool:

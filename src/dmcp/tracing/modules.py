@@ -10,7 +10,7 @@ import inspect
 import io
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, ValuesView
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -373,6 +373,27 @@ def split_batch(example: Any, size: int) -> Iterator[Any]:
 
     for start in range(0, batch, size):
         yield map_leaves(functools.partial(part_of, start=start), example)
+
+
+def join_batches(parts: Sequence[Any]) -> Any:
+    """The samples of several examples as one example; of those that are shaped as the first one."""
+    if batch_of(parts[0]) is None:
+        return parts[0]
+    alike = [parts[0]]
+    for part in parts[1:]:
+        if batch_of(part) is not None and _shapes(part) == _shapes(parts[0]):
+            alike.append(part)
+    joined: list[Any] = []
+    for column in zip(*map(leaves, alike), strict=True):
+        holds_samples = isinstance(column[0], Tensor) and column[0].ndim and len(column[0]) == batch_of(parts[0])
+        joined.append(torch.cat(column) if holds_samples else column[0])
+    remaining = iter(joined)
+    return map_leaves(lambda leaf: next(remaining), parts[0])
+
+
+def _shapes(example: Any) -> list[torch.Size | None]:
+    """The shapes of the tensors of an example, without the number of samples."""
+    return [leaf.shape[1:] if isinstance(leaf, Tensor) else None for leaf in leaves(example)]
 
 
 @contextlib.contextmanager
