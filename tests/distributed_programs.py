@@ -30,6 +30,7 @@ from dmcp.searching.importance import first_samples, scores_of
 from dmcp.searching.search import SearchWarning
 from dmcp.training.distillation import is_of_classes
 from dmcp.training.loop import Task, with_distillation
+from dmcp.training.reconstruction import refitted
 
 STEPS = 5  # in an epoch
 
@@ -139,6 +140,17 @@ def score_channels(world: World) -> dict[str, Tensor]:
     graph = dmcp.trace(model, torch.zeros(2, 1, 8, 8))
     images = digits().tensors[0][: 8 if world.first else 0]
     return dict(scores_of(model, graph, first_samples([(images,)], torch.device("cpu"))))
+
+
+def refit_weights(world: World) -> dict[str, Tensor]:
+    """The weights of a network that is refitted after a cut, where only the first rank has samples."""
+    torch.manual_seed(0)
+    model = Plain()
+    graph = dmcp.trace(model, torch.zeros(2, 1, 8, 8))
+    kept = {space.name: list(range(0, space.size, 2)) for space in graph.spaces}
+    images = digits().tensors[0][: 64 if world.first else 0]
+    refit = refitted(model, graph, kept, first_samples([(images,)], torch.device("cpu")))
+    return dict(refit.named_parameters())
 
 
 def read_loss(world: World) -> bool:
@@ -304,7 +316,7 @@ def everything(batch: int, folder: Path, port: int) -> None:
         check_gradients(count, world)
     check_values(world)
     found = train_plain(world, batch) | {"normed": train_normed(world, 64), "measured": measure_whole(world)}
-    found |= {"scores": score_channels(world), "of classes": read_loss(world)}
+    found |= {"scores": score_channels(world), "refit": refit_weights(world), "of classes": read_loss(world)}
     torch.save(found, folder / f"rank{world.rank}.new")
     (folder / f"rank{world.rank}.new").rename(folder / f"rank{world.rank}.pt")
     while True:

@@ -176,6 +176,12 @@ def test_a_rank_without_samples_scores_channels_as_the_others(together: list[dic
     assert all(float(score.std()) > 10 * NEAR for score in alone.values())
 
 
+def test_a_rank_without_samples_refits_the_same_weights(together: list[dict[str, Any]]) -> None:
+    alone = programs.refit_weights(SINGLE_PROCESS)
+    assert all(gap(rank["refit"], alone) < NEAR for rank in together)
+    assert all(gap(rank["refit"], together[0]["refit"]) == 0 for rank in together)
+
+
 def test_the_first_rank_says_what_a_loss_distils(together: list[dict[str, Any]]) -> None:
     assert programs.read_loss(SINGLE_PROCESS)
     assert [rank["of classes"] for rank in together] == [True] * 3

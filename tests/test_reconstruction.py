@@ -58,7 +58,7 @@ NETWORKS["a norm behind"] = (
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_is_left_makes_up_for_twins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconstruction, "_RIDGE", 1e-9)
+    monkeypatch.setattr(reconstruction, "_RIDGES", (1e-9,))
     model, shape = NETWORKS[name]
     model = copy.deepcopy(model).double().eval()
     x = torch.randn(300, *shape, dtype=torch.float64)
@@ -92,11 +92,11 @@ def test_patches_are_what_a_layer_reads(name: str) -> None:
     x = torch.randn(4, *read_shape)
     outputs = reconstruction._by_position(layer, layer(x))
     positions = torch.randperm(outputs.shape[1])[:10]
-    (patches,) = reconstruction._patches(layer, x, positions)
+    patches = reconstruction._patches(layer, x, positions)[0]
     computed = patches @ layer.weight.flatten(1).T
     if layer.bias is not None:
         computed = computed + layer.bias
-    torch.testing.assert_close(computed, outputs[:, positions].flatten(end_dim=1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(computed, outputs[:, positions], atol=1e-5, rtol=1e-5)
 
 
 def test_groups_are_fitted_one_by_one() -> None:
@@ -105,7 +105,7 @@ def test_groups_are_fitted_one_by_one() -> None:
     x = torch.randn(40, 8, 6, 6, dtype=torch.float64)
     wanted = nn.Conv2d(8, 12, 3, groups=4).double()(x).detach()
     positions = torch.arange(16)
-    targets = wanted.flatten(2).transpose(1, 2).flatten(end_dim=1)
+    targets = wanted.flatten(2).transpose(1, 2)
     with torch.no_grad():
         reconstruction._fit_layer(layer, reconstruction._patches(layer, x, positions), targets)
         missing = (layer(x) - wanted).square().mean() / wanted.square().mean()

@@ -37,7 +37,8 @@ _ROWS = 16  # equations for each unknown of an output
 _FEWEST_ROWS = 1024
 _MOST_ROWS = 16384
 _MOST_UNKNOWNS = 4608  # inputs of an output, as of 3 x 3 filters with 512 channels; larger layers stay as they are
-_RIDGE = 0.03  # how strongly weights are held where they are, relative to the mean square of the inputs
+_RIDGES = (0.003, 0.03, 0.3, 3.0)  # how strongly weights are held, relative to the mean square of what they read
+_HELD_OUT = 0.2  # share of the samples that decide between these
 _EQUAL = 1e-8  # share of the outputs' squares that are missing, below which a layer stays as it is
 
 
@@ -155,6 +156,8 @@ def _outputs_of_model(model: nn.Module, names: Iterable[str], x: Any) -> dict[st
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def keep(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.ndim < layer.get_parameter("weight").ndim:  # without a dim for samples
+            return
         outputs = _by_position(layer, output)
         if name not in positions:
             positions[name] = _choose_positions(layer, outputs.shape[1], samples)
@@ -202,7 +205,7 @@ def _fit_in_order(
         kept = cuts.get(f"{name}.weight", (None,))[0]
         if kept is not None:
             outputs = outputs[..., kept.to(outputs.device)]
-        _fit_layer(layer, _patches(layer, inputs[0], target.positions), outputs.flatten(end_dim=1))
+        _fit_layer(layer, _patches(layer, inputs[0], target.positions), outputs)
 
     with ExitStack() as undo:
         for name in names:
@@ -225,10 +228,10 @@ def _normalize_by_batch(small: nn.Module, undo: ExitStack) -> None:
 
 
 def _patches(layer: nn.Module, values: Tensor, positions: Tensor) -> Tensor:
-    """What a layer reads for an output at each of these positions of all samples. -> (groups, N * P, unknowns)"""
+    """What a layer reads for an output at each of these positions of all samples. -> (groups, N, P, unknowns)"""
     positions = positions.to(values.device)
     if isinstance(layer, nn.Linear):
-        return _by_position(layer, values)[:, positions].reshape(1, -1, values.shape[-1])
+        return _by_position(layer, values)[None, :, positions]
     assert isinstance(layer, nn.Conv1d | nn.Conv2d)
     padded = F.pad(values, layer._reversed_padding_repeated_twice)
 
@@ -249,36 +252,55 @@ def _patches(layer: nn.Module, values: Tensor, positions: Tensor) -> Tensor:
     read = padded.flatten(2)[:, :, starts[:, None] + taps]  # (N, channels, P, taps)
     samples, channels, count, size = read.shape
     by_group = read.reshape(samples, layer.groups, channels // layer.groups, count, size).permute(1, 0, 3, 2, 4)
-    return by_group.reshape(layer.groups, samples * count, -1)
+    return by_group.reshape(layer.groups, samples, count, -1)
 
 
 def _fit_layer(layer: nn.Module, patches: Tensor, outputs: Tensor) -> None:
-    """Move the weights towards those that give these outputs. (groups, rows, unknowns), (rows, out)"""
-    groups, rows, unknowns = patches.shape
+    """Move the weights towards those that give these outputs. (groups, N, P, unknowns), (N, P, out)
+
+    The last fifth of the samples decides how strongly weights are held where they are, and how far they move: where
+    there are few samples, those that fit best would fit these samples only.
+    """
     exact = widest(patches.device)
     weight = layer.get_parameter("weight")
-    patches = patches.to(exact)
-    outputs = outputs.to(exact).reshape(rows, groups, -1).transpose(0, 1)  # (groups, rows, out)
-    missing = outputs - patches @ weight.to(exact).reshape(groups, -1, unknowns).mT
     bias = layer.bias
+    groups, samples, positions, unknowns = patches.shape
+    patches = patches.to(exact).reshape(groups, samples * positions, unknowns)
+    outputs = outputs.to(exact).reshape(samples * positions, groups, -1).transpose(0, 1)  # (groups, rows, out)
+    missing = outputs - patches @ weight.to(exact).reshape(groups, -1, unknowns).mT
     if isinstance(bias, Tensor):
         missing = missing - bias.to(exact).reshape(groups, 1, -1)
-    if missing.square().sum() <= _EQUAL * outputs.square().sum():
+    fitted_rows = math.ceil(samples * (1 - _HELD_OUT)) * positions
+    is_equal = missing.square().sum() <= _EQUAL * outputs.square().sum()
+    if is_equal or fitted_rows == samples * positions:
         return
 
     # A bias can take over all constant differences, so that weights explain the others.
     mean_patches = torch.zeros_like(patches[:, :1])
     mean_missing = torch.zeros_like(missing[:, :1])
     if isinstance(bias, Tensor):
-        mean_patches = patches.mean(dim=1, keepdim=True)
-        mean_missing = missing.mean(dim=1, keepdim=True)
+        mean_patches = patches[:, :fitted_rows].mean(dim=1, keepdim=True)
+        mean_missing = missing[:, :fitted_rows].mean(dim=1, keepdim=True)
     patches = patches - mean_patches
-    squares = patches.mT @ patches
-    ridge = _RIDGE * squares.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-12)
-    squares.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-    change = torch.linalg.solve(squares, patches.mT @ (missing - mean_missing))  # (groups, unknowns, out)
-    if not change.isfinite().all():
-        return
+    missing = missing - mean_missing
+    read, read_held_out = patches[:, :fitted_rows], patches[:, fitted_rows:]
+    wanted, wanted_held_out = missing[:, :fitted_rows], missing[:, fitted_rows:]
+
+    squares = read.mT @ read
+    products = read.mT @ wanted
+    scale = squares.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-12)
+    change = torch.zeros_like(products)  # (groups, unknowns, out)
+    least = wanted_held_out.square().sum()
+    for ridge in _RIDGES:
+        held = squares + torch.diag_embed((ridge * scale)[:, None].expand(groups, unknowns))
+        trial = torch.linalg.solve(held, products)
+        gained = read_held_out @ trial
+        share = ((gained * wanted_held_out).sum() / gained.square().sum().clamp(min=1e-30)).clamp(0, 1)
+        left = (wanted_held_out - share * gained).square().sum()
+        if left < least:
+            least = left
+            change = share * trial
+
     weight.add_(change.mT.reshape(weight.shape))
     if isinstance(bias, Tensor):
         bias.add_((mean_missing - mean_patches @ change).flatten())
