@@ -57,6 +57,7 @@ _TRAIN_IMAGES = 13_000_000  # that are enough for the fine-tuning of a trained n
 _MIN_STEPS = 300  # of a search or a training of other networks: tiny data sets get more epochs
 _BATCH = 128
 _FULL_RATE_STEPS = 10_000  # steps of a fine-tuning at the full learning rate: REPORT.md, "optimizers"
+_WARMUP = 0.1  # share of the epochs in which a short training's learning rate rises: REPORT.md, "refit"
 _LEAST_SHARE = 0.2  # share of the learning rate that the shortest fine-tunings have
 _MIN_PER_EPOCH = 8  # steps that an epoch has at least
 _FEW_IMAGES = 200_000  # up to which the next two hold instead of ImageNet's: REPORT.md, "judge"
@@ -85,6 +86,8 @@ def resolve_training(config: TrainConfig, values: Mapping[str, Any] = _TRAIN) ->
         filled["lr"] = _ADAMW_RATE
     if config.warmup_lr is None:
         filled["warmup_lr"] = filled["lr"] / 4
+    if config.warmup_epochs is None:
+        filled["warmup_epochs"] = min(1.0, filled["epochs"] * _WARMUP)
     return ResolvedTrainConfig(**filled)
 
 

@@ -295,7 +295,12 @@ class TrainConfig:
         1,
         option=None,
     )
-    warmup_epochs: float = setting(1.0, "Number of epochs in which the learning rate rises to lr.", 0, option=None)
+    warmup_epochs: float | None = setting(
+        None,
+        "Number of epochs in which the learning rate rises to lr. Default: one, but at most a tenth of all epochs.",
+        0,
+        option=None,
+    )
     warmup_lr: float | None = setting(
         None, "Learning rate of the first step, scaled as lr is. Default: a quarter of lr.", 0, option=None
     )
@@ -321,6 +326,7 @@ class ResolvedTrainConfig(TrainConfig):
     epochs: int
     optimizer: Optimizer
     lr: float
+    warmup_epochs: float
     warmup_lr: float
     weight_decay: float
 
