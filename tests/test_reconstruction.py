@@ -120,12 +120,13 @@ class Special(nn.Conv2d):
 
 
 class Difficult(nn.Module):
-    """Layers that must stay as they are: shared, frozen, of another class, or run twice."""
+    """Layers that must stay as they are: shared, frozen, of another class, called by keyword, or run twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3, padding=1)
         self.special = Special(8, 8, 3, padding=1)
+        self.by_keyword = nn.Conv2d(8, 8, 3, padding=1)
         self.twice = nn.Conv2d(8, 8, 3, padding=1)
         self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
         self.shared = nn.Conv2d(8, 8, 1)
@@ -135,7 +136,7 @@ class Difficult(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.special(torch.relu(self.first(x)))
-        x = self.twice(self.twice(x))
+        x = self.twice(self.twice(self.by_keyword(input=x)))
         return self.last(self.sharing(self.shared(self.frozen(x))))
 
 

@@ -156,7 +156,8 @@ def _outputs_of_model(model: nn.Module, names: Iterable[str], x: Any) -> dict[st
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def keep(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.ndim < layer.get_parameter("weight").ndim:  # without a dim for samples
+        has_samples = output.ndim >= layer.get_parameter("weight").ndim
+        if not has_samples or not inputs:  # hooks do not see an input that is passed by keyword
             return
         outputs = _by_position(layer, output)
         if name not in positions:
