@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from dmcp.units import counted
 from experiments.real.rows import RESULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
@@ -72,7 +73,8 @@ class Setting:
     def name(self) -> str:
         """The network and how it was fine-tuned."""
         teacher = ", taught" if self.taught else ""
-        return f"{NAMES.get(self.network, self.network)}, {self.budget}, {self.epochs} epochs{teacher}"
+        length = counted(self.epochs, "epoch")
+        return f"{NAMES.get(self.network, self.network)}, {self.budget}, {length}{teacher}"
 
 
 def read_rows(file: Path) -> list[Row]:
