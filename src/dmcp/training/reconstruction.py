@@ -257,11 +257,7 @@ def _patches(layer: nn.Module, values: Tensor, positions: Tensor) -> Tensor:
 
 
 def _fit_layer(layer: nn.Module, patches: Tensor, outputs: Tensor) -> None:
-    """Move the weights towards those that give these outputs. (groups, N, P, unknowns), (N, P, out)
-
-    The last fifth of the samples decides how strongly weights are held where they are, and how far they move: where
-    there are few samples, those that fit best would fit these samples only.
-    """
+    """Move the weights towards those that give these outputs. (groups, N, P, unknowns), (N, P, out)"""
     exact = widest(patches.device)
     weight = layer.get_parameter("weight")
     bias = layer.bias
@@ -282,26 +278,35 @@ def _fit_layer(layer: nn.Module, patches: Tensor, outputs: Tensor) -> None:
     if isinstance(bias, Tensor):
         mean_patches = patches[:, :fitted_rows].mean(dim=1, keepdim=True)
         mean_missing = missing[:, :fitted_rows].mean(dim=1, keepdim=True)
-    patches = patches - mean_patches
-    missing = missing - mean_missing
-    read, read_held_out = patches[:, :fitted_rows], patches[:, fitted_rows:]
-    wanted, wanted_held_out = missing[:, :fitted_rows], missing[:, fitted_rows:]
-
-    squares = read.mT @ read
-    products = read.mT @ wanted
-    scale = squares.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-12)
-    change = torch.zeros_like(products)  # (groups, unknowns, out)
-    least = wanted_held_out.square().sum()
-    for ridge in _RIDGES:
-        held = squares + torch.diag_embed((ridge * scale)[:, None].expand(groups, unknowns))
-        trial = torch.linalg.solve(held, products)
-        gained = read_held_out @ trial
-        share = ((gained * wanted_held_out).sum() / gained.square().sum().clamp(min=1e-30)).clamp(0, 1)
-        left = (wanted_held_out - share * gained).square().sum()
-        if left < least:
-            least = left
-            change = share * trial
+    change = _choose_change(patches - mean_patches, missing - mean_missing, fitted_rows)
 
     weight.add_(change.mT.reshape(weight.shape))
     if isinstance(bias, Tensor):
         bias.add_((mean_missing - mean_patches @ change).flatten())
+
+
+def _choose_change(patches: Tensor, missing: Tensor, fitted_rows: int) -> Tensor:
+    """The change of the weights that explains best what the outputs lack. -> (groups, unknowns, out)
+
+    The rows behind the fitted ones are those of the last fifth of the samples. They decide how strongly weights are
+    held where they are, and how far they move: where there are few samples, a free fit would suit these samples only.
+    """
+    read = patches[:, :fitted_rows]
+    squares = read.mT @ read
+    products = read.mT @ missing[:, :fitted_rows]
+    scale = squares.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-12)
+
+    read_held_out = patches[:, fitted_rows:]
+    missing_held_out = missing[:, fitted_rows:]
+    change = torch.zeros_like(products)
+    least = missing_held_out.square().sum()
+    for ridge in _RIDGES:
+        penalty = torch.diag_embed((ridge * scale)[:, None].expand(squares.shape[:2]))
+        trial = torch.linalg.solve(squares + penalty, products)
+        explained = read_held_out @ trial
+        share = ((explained * missing_held_out).sum() / explained.square().sum().clamp(min=1e-30)).clamp(0, 1)
+        left = (missing_held_out - share * explained).square().sum()
+        if left < least:
+            least = left
+            change = share * trial
+    return change
