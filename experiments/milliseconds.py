@@ -13,8 +13,9 @@ is kept beside the file; weights of the teacher are in --weights, and are traine
 
 Rows: `latency`, `traffic` and `macs` are searches for such a budget (that of uniform widths at the time that is
 allowed); `uniform` are uniform widths. Each of them is scaled to the time as measured, in steps that the device likes,
-and trained from scratch. `l2` are the uniform widths again, with the strongest filters of the teacher, whose weights
-are kept. `unpruned` is trained once more, taught by itself. All are trained with one recipe and have one teacher, and
+and trained from scratch. `l2` and `sensitivity` are the uniform widths again, cut out of the teacher, whose weights are
+kept: its strongest filters, or the channels that its outputs depend on most, refitted. `unpruned` is trained once more,
+taught by itself. All are trained with one recipe and have one teacher, and
 are tested once, on the test images.
 """
 
@@ -46,9 +47,10 @@ from dmcp.tracing.widths import Widths
 from dmcp.units import table
 
 Line = dict[str, Any]
-UNPRUNED, UNIFORM, L2 = "unpruned", "uniform", "l2"
+UNPRUNED, UNIFORM, L2, SENSITIVITY = "unpruned", "uniform", "l2", "sensitivity"
 SEARCHED = ("latency", "traffic", "macs")
-ROWS = (*SEARCHED, UNIFORM, L2, UNPRUNED)
+KEPT = (L2, SENSITIVITY)  # uniform widths with the weights of the teacher
+ROWS = (*SEARCHED, UNIFORM, *KEPT, UNPRUNED)
 REPEATS = 5  # of each final measurement
 ROUNDS = 6
 RUNTIME = dmcp.Runtime(engine=Engine(compile=False, kernels=False), progress=False)  # compiling takes too long
@@ -282,7 +284,7 @@ def chosen_widths(problem: Problem, row: str) -> Widths:
     """The widths of a row."""
     if row == UNPRUNED:
         return problem.graph.full
-    found = problem.lines.of("choose", row=UNIFORM if row == L2 else row)
+    found = problem.lines.of("choose", row=UNIFORM if row in KEPT else row)
     if not found:
         raise SystemExit(f"The widths of {row} are not chosen: type the same command with `choose` first.")
     return problem.graph.widths(found[0]["widths"])
@@ -298,14 +300,25 @@ def train(problem: Problem, row: str, seeds: Iterable[int]) -> None:
     for seed in seeds:
         if problem.lines.of("train", row=row, seed=seed):
             continue
-        if row == L2:
-            network = dmcp.cut(teacher, problem.graph, widths, by="l2")
-            dmcp.recalibrate(network, problem.loader(problem.train, True))
+        if row in KEPT:
+            network = cut_teacher(problem, teacher, widths, row)
         else:
             network = dmcp.cut(problem.model, problem.graph, widths)
             dmcp.reinitialize(network, generator=torch.Generator().manual_seed(seed))
         network.to(problem.device)
         problem.lines.add("train", row=row, seed=seed, **fit(problem, network, seed, teacher))
+
+
+def cut_teacher(problem: Problem, teacher: nn.Module, widths: Widths, row: str) -> nn.Module:
+    """The teacher with these widths, as a method of `dmcp prune` cuts without a search."""
+    batches = problem.loader(problem.train, True)
+    if row == L2:
+        network = dmcp.cut(teacher, problem.graph, widths, by="l2")
+    else:
+        scores = dmcp.importance(teacher, problem.graph, batches)
+        network = dmcp.cut(teacher, problem.graph, widths, by=scores, batches=batches)
+    dmcp.recalibrate(network, batches)
+    return network
 
 
 # phase 5: final times
@@ -319,7 +332,7 @@ def measure_times(problem: Problem, modes: Sequence[str], rows: Sequence[str]) -
     if problem.on_gpu:
         example = in_channels_last(example)
     for mode in modes:
-        names = [row for row in rows if row != L2]
+        names = [row for row in rows if row not in KEPT]
         calls: list[Callable[[], object]] = []
         with torch.inference_mode():
             for row in names:

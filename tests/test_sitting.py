@@ -113,6 +113,8 @@ a-slow 1 sleep 30
 b-other 20 echo no
 d-first 60 sleep 60
 d-second 20 echo no
+e-ticks 60 bash -c 'while true; do echo >> $RES/ticks; sleep 0.02; done'
+f-counts 20 alone bash -c 'wc -l < $RES/ticks; sleep 0.5; wc -l < $RES/ticks'
 """
 
 
@@ -163,6 +165,22 @@ def test_jobs_that_wait_are_taken_out_of_the_queue(tmp_path: Path, sitting: Call
     lines = sitting("poll").splitlines()
     assert any("END d-first: code 143" in line for line in lines)
     assert not [line for line in lines if "d-second" in line or line.startswith(("runs", "waits"))]
+
+
+def test_other_jobs_are_held_while_one_is_alone(tmp_path: Path, sitting: Callable[..., str]) -> None:
+    sitting("queue", str(tmp_path / "jobs.txt"), "1", "e-")
+    ticks = tmp_path / "res/ticks"
+    while not ticks.exists():
+        time.sleep(0.05)
+    sitting("queue", str(tmp_path / "jobs.txt"), "1", "f-")
+    while (tmp_path / "res/f-counts.running").exists():
+        time.sleep(0.05)
+    before, after = (tmp_path / "res/f-counts.txt").read_text().splitlines()[:2]
+    assert before == after
+    known = len(ticks.read_text())
+    while len(ticks.read_text()) == known:  # the other job goes on
+        time.sleep(0.05)
+    sitting("stop", "e-ticks")
 
 
 def test_the_queue_of_the_sitting_has_commands_that_exist() -> None:

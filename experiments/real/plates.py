@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from experiments.real.rows import RESULTS, is_recorded, write_rows
 CHARACTERS = "京沪津渝冀晋蒙辽吉黑苏浙皖闽赣鲁豫鄂湘粤桂琼川贵云藏陕甘青宁新0123456789ABCDEFGHJKLMNPQRSTUVWXYZIO-"
 BLANK = len(CHARACTERS) - 1
 FOLDS = 5
+SHIFT = 2  # pixels
 Batch = tuple[Tensor, Tensor, Tensor]  # images, characters by plate, and how many there are
 
 
@@ -44,10 +46,34 @@ def read_plates(folder: Path) -> Batch:
     return torch.stack(images), torch.stack(labels), torch.stack(lengths)
 
 
-def batches(plates: Batch, rows: Tensor, size: int, device: str) -> list[Batch]:
+def batches(plates: Batch, size: int) -> list[Batch]:
     """These plates in batches."""
-    images, labels, lengths = (part[rows].to(device).split(size) for part in plates)
+    images, labels, lengths = (part.split(size) for part in plates)
     return list(zip(images, labels, lengths, strict=True))
+
+
+class Augmented:
+    """Batches of shuffled plates, shifted and made brighter or darker at random: functions of seed and epoch."""
+
+    def __init__(self, plates: Batch, size: int, seed: int) -> None:
+        self.images = F.pad(plates[0], (SHIFT, SHIFT, SHIFT, SHIFT), mode="replicate")
+        self.plates, self.size, self.seed, self.epoch = plates, size, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.images) // self.size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        height, width = self.plates[0].shape[2:]
+        random = torch.Generator().manual_seed(1000 * self.seed + self.epoch)
+        order = torch.randperm(len(self.images), generator=random).to(self.images.device)
+        for rows in order.split(self.size)[: len(self)]:
+            top, left = torch.randint(2 * SHIFT + 1, (2,), generator=random).tolist()
+            contrast, brightness = (2 * torch.rand(2, generator=random) - 1).tolist()
+            images = self.images[rows, :, top : top + height, left : left + width]
+            yield images * (1 + 0.2 * contrast) + 0.2 * brightness, self.plates[1][rows], self.plates[2][rows]
 
 
 def ctc(output: Tensor, batch: Batch) -> Tensor:
@@ -114,12 +140,14 @@ def main() -> None:
         if not budgets:
             continue
         is_test = torch.arange(len(order)) % FOLDS == fold
+        train_plates = tuple(part[order[~is_test]].to(device) for part in plates)
+        test_plates = tuple(part[order[is_test]].to(device) for part in plates)
         optimizer = None if options.lr is None else "adamw"
         train = dmcp.TrainConfig(epochs=options.epochs, optimizer=optimizer, lr=options.lr, seed=fold)
         result = dmcp.prune(
             load_network(options.folder).to(device),
-            batches(plates, order[~is_test], 32, device),
-            batches(plates, order[is_test], 100, device),
+            Augmented(train_plates, 32, fold),
+            batches(test_plates, 100),
             budgets,
             method=options.method,
             search=dmcp.SearchConfig(budget="50%", seed=fold),

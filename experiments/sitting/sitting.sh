@@ -3,6 +3,8 @@
 #
 #   sitting.sh prepare [PART.zip ...]       copy the checkout, unpack the parts, start MPS
 #   sitting.sh here NAME SECONDS COMMAND    run and wait, for what needs the device for itself
+#   sitting.sh alone NAME SECONDS COMMAND   the same, while all other jobs are held; a job does so if its command begins
+#                                           with the word alone
 #   sitting.sh start NAME SECONDS COMMAND   run in the background: it goes on when the call has ended
 #   sitting.sh queue FILE JOBS [NAMES]      the lines NAME SECONDS COMMAND of FILE in the background, JOBS at a time
 #   sitting.sh stop NAME ...                end jobs that run, and take those that wait out of the queue; 'd-*' names several
@@ -44,11 +46,33 @@ here() { # the last line of the log says how the command ended
   shift 2
   cd "$REPO"
   export RESULTS=$RES/$name.jsonl
-  timeout --foreground -k 20 "$seconds" bash -c "exec $*" > "$RES/$name.txt" 2>&1 < /dev/null &
+  timeout -k 20 "$seconds" bash -c "exec $*" > "$RES/$name.txt" 2>&1 < /dev/null &
   echo $! > "$RES/$name.running"
   wait $! || code=$?
   rm -f "$RES/$name.running"
   echo "END $name: code $code, $((SECONDS - begin)) s" | tee -a "$RES/$name.txt"
+}
+
+alone() { # one at a time; jobs that the queue begins meanwhile wait in hold_on
+  exec 9> "$ROOT/alone.lock"
+  flock 9
+  touch "$ROOT/held"
+  signal STOP
+  sleep 2 # until the GPU has done what they asked for
+  here "$@"
+  rm -f "$ROOT/held"
+  signal CONT
+}
+
+signal() { # to all jobs that run; each has a process group of its own, whose leader is `timeout`
+  local file
+  for file in "$RES"/*.running; do
+    if [ -s "$file" ]; then kill -"$1" -- "-$(cat "$file")" || true; fi
+  done
+}
+
+hold_on() {
+  while [ -e "$ROOT/held" ]; do sleep 0.5; done
 }
 
 start() {
@@ -70,8 +94,9 @@ queue() { # NAMES: what the names of the jobs begin with; default: all lines
 line() {
   local name seconds command
   read -r name seconds command <<< "$1"
+  hold_on
   [ -e "$RES/$name.running" ] || return 0 # it was stopped while it waited
-  here "$name" "$seconds" "$command"
+  if [ "${command%% *}" = alone ]; then alone "$name" "$seconds" "${command#alone }"; else here "$name" "$seconds" "$command"; fi
 }
 
 stop() {
