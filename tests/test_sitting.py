@@ -114,7 +114,8 @@ b-other 20 echo no
 d-first 60 sleep 60
 d-second 20 echo no
 e-ticks 60 bash -c 'while true; do echo >> $RES/ticks; sleep 0.02; done'
-f-counts 20 alone bash -c 'wc -l < $RES/ticks; sleep 0.5; wc -l < $RES/ticks'
+f-first 20 bash -c 'sleep 0.5; touch $RES/first'
+f-counts 20 after f-first alone bash -c 'wc -l < $RES/ticks; sleep 0.5; wc -l < $RES/ticks; ls $RES/first'
 """
 
 
@@ -167,16 +168,17 @@ def test_jobs_that_wait_are_taken_out_of_the_queue(tmp_path: Path, sitting: Call
     assert not [line for line in lines if "d-second" in line or line.startswith(("runs", "waits"))]
 
 
-def test_other_jobs_are_held_while_one_is_alone(tmp_path: Path, sitting: Callable[..., str]) -> None:
+def test_a_job_waits_for_others_and_holds_them_while_it_is_alone(tmp_path: Path, sitting: Callable[..., str]) -> None:
     sitting("queue", str(tmp_path / "jobs.txt"), "1", "e-")
     ticks = tmp_path / "res/ticks"
     while not ticks.exists():
         time.sleep(0.05)
-    sitting("queue", str(tmp_path / "jobs.txt"), "1", "f-")
+    sitting("queue", str(tmp_path / "jobs.txt"), "2", "f-")
     while (tmp_path / "res/f-counts.running").exists():
         time.sleep(0.05)
-    before, after = (tmp_path / "res/f-counts.txt").read_text().splitlines()[:2]
+    before, after, first = (tmp_path / "res/f-counts.txt").read_text().splitlines()[:3]
     assert before == after
+    assert first == f"{tmp_path}/res/first"
     known = len(ticks.read_text())
     while len(ticks.read_text()) == known:  # the other job goes on
         time.sleep(0.05)

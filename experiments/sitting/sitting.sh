@@ -3,13 +3,13 @@
 #
 #   sitting.sh prepare [PART.zip ...]       copy the checkout, unpack the parts, start MPS
 #   sitting.sh here NAME SECONDS COMMAND    run and wait, for what needs the device for itself
-#   sitting.sh alone NAME SECONDS COMMAND   the same, while all other jobs are held; a job does so if its command begins
-#                                           with the word alone
+#   sitting.sh alone NAME SECONDS COMMAND   the same, while all other jobs are held
 #   sitting.sh start NAME SECONDS COMMAND   run in the background: it goes on when the call has ended
 #   sitting.sh queue FILE JOBS [NAMES]      the lines NAME SECONDS COMMAND of FILE in the background, JOBS at a time
 #   sitting.sh stop NAME ...                end jobs that run, and take those that wait out of the queue; 'd-*' names several
 #   sitting.sh poll [SECONDS]               wait until all jobs are done, at most so long; bring everything back
 #
+# A job in a queue waits for others if its command begins with `after NAME,NAME`, and runs alone if it begins with `alone`.
 # COMMAND is a single one, without ; or &&. It runs in the copy of the checkout. $RES is the folder that comes back, and
 # $RESULTS is a file of rows there, one for each job. At its limit a job gets SIGTERM, and SIGKILL 20 seconds later.
 set -euo pipefail
@@ -91,12 +91,28 @@ queue() { # NAMES: what the names of the jobs begin with; default: all lines
   echo "$(wc -l <<< "$wanted") jobs are queued, $jobs at a time"
 }
 
-line() {
-  local name seconds command
+line() { # `after NAMES` comes first, then `alone`
+  local name seconds command names
   read -r name seconds command <<< "$1"
+  if [ "${command%% *}" = after ]; then
+    read -r _ names command <<< "$command"
+    while are_running "$names"; do sleep 0.5; done
+  fi
   hold_on
   [ -e "$RES/$name.running" ] || return 0 # it was stopped while it waited
-  if [ "${command%% *}" = alone ]; then alone "$name" "$seconds" "${command#alone }"; else here "$name" "$seconds" "$command"; fi
+  if [ "${command%% *}" = alone ]; then
+    alone "$name" "$seconds" "${command#alone }"
+  else
+    here "$name" "$seconds" "$command"
+  fi
+}
+
+are_running() { # whether one of the jobs, NAME,NAME,..., runs or waits
+  local name
+  for name in ${1//,/ }; do
+    if [ -e "$RES/$name.running" ]; then return 0; fi
+  done
+  return 1
 }
 
 stop() {
