@@ -23,6 +23,7 @@ from dmcp.data.datasets import load, split
 from dmcp.data.loaders import make_loader
 from dmcp.errors import BudgetError, DataError, TrainingError
 from dmcp.feasibility import reachable
+from dmcp.request import with_held_out
 from dmcp.runtime.batches import hold_out
 from dmcp.searching.sampling import uniform
 from dmcp.settings import SearchConfig, TrainConfig
@@ -116,6 +117,20 @@ def test_a_part_of_a_loader_is_held_out() -> None:
 
     for loader in ([batches[0]], Noise(), DataLoader(data, sampler=torch.utils.data.SubsetRandomSampler([1, 2]))):
         assert hold_out(loader, 0.2) is None
+
+
+def test_images_that_decide_are_not_tested_on() -> None:
+    train = [torch.zeros(2, 1)]
+    tests = [torch.full((2, 1), float(number)) for number in range(9)]
+    loaders, tested = with_held_out(train, tests)
+    assert loaders.search is train and loaders.held_out is not None
+    held_out = list(loaders.held_out)
+    assert len(held_out) == 5 and sorted(int(batch[0]) for batch in held_out + list(tested)) == list(range(9))
+
+    given = dmcp.Loaders(search=train, held_out=train)
+    assert with_held_out(given, tests) == (given, tests)
+    with pytest.raises(DataError):
+        with_held_out(train, tests[:1])
 
 
 class Spy:
@@ -295,7 +310,7 @@ def test_a_run_that_is_killed_in_a_race_ends_in_the_same_bits(weights: str, monk
     assert whole.pop("seconds") > 0 and killed.pop("seconds") > 0 and whole == killed
     assert json.loads(Path("whole/settings.json").read_text())["within"] == 8
     assert whole["budget"] in Path("whole/report.md").read_text()
-    assert whole["samples"] == 283
+    assert whole["samples"] == 194 and "188 test samples" in Path("whole/report.md").read_text()  # 382 in all
 
 
 def test_a_run_that_finds_no_budget_ends_with_its_reason(

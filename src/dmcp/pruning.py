@@ -25,6 +25,7 @@ from dmcp.request import (
     read_request,
     resolve_settings,
     warn_of_teacher,
+    with_held_out,
 )
 from dmcp.results import PruneResult, measure_networks, milliseconds, unknown_scores
 from dmcp.retraining import TrainedNetworks, calibrated, describe_origin, describe_teacher, given_networks, train_all
@@ -82,8 +83,8 @@ def prune(
         settings or else the middle one of the list; see `by_budget` of the result.
     within: the largest loss against the model, instead of a budget: 0.5 points of accuracy, or in the unit of your own
         metric. The smallest network is chosen that loses no more; with budget="latency" the fastest one, and so for
-        the other kinds of cost. Short trainings decide on a fifth of the batches, which they do not train on; pass
-        `dmcp.Loaders` with `held_out` to choose these yourself. The model must be trained.
+        the other kinds of cost. Short trainings decide on half of the tests, and the rows of the table are of the
+        other half; pass `dmcp.Loaders` with `held_out` to decide on other images. The model must be trained.
     method: "dmcp" searches. "sensitivity", "l2" and the other methods of `dmcp compare` choose widths and channels
         in their own way; the resulting networks are trained and tested in the same way. After "sensitivity", the
         weights that are left are refitted to the outputs of each layer, as by `cut` with batches.
@@ -111,6 +112,8 @@ def prune(
     runtime = runtime or Runtime()
     seed = train.seed if train is not None else TrainConfig.seed
     loader, val_loader = loaders_of_rows(model, loader, val_loader, seed, holds_out=within is not None)
+    if within is not None:
+        loader, val_loader = with_held_out(loader, val_loader)
     request = read_request(
         model,
         loader,

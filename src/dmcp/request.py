@@ -42,7 +42,7 @@ class Loaders:
     search: Loader
     arch: Loader | None = None  # for the alphas, if they learn from other batches than the weights
     train: Loader | None = None  # for the final training, if it has other batches than the search
-    held_out: Loader | None = None  # for `within`: images that the search does not see
+    held_out: Loader | None = None  # for `within`: images that are neither trained on nor tested on
 
     @property
     def final(self) -> Loader:
@@ -120,7 +120,6 @@ def read_request(
     else:
         specs = [read_spec_within(search, budget)]
         check_within(kind, teacher)
-        loaders = with_held_out(loaders)
     if teacher != AUTO:
         check_teacher_use(kind, teacher)
     teacher_copy = None
@@ -149,7 +148,7 @@ def loaders_of_rows(
 
     Their images have the size that the model states, or the size that most training images have, up to 256 px, or the
     usual one.
-    holds_out: whether the search leaves a part of the training images to `within`.
+    holds_out: whether a part of the test images is left to `within`.
     """
     if not has_rows(loader) and not has_rows(val_loader):
         return loader, val_loader
@@ -169,16 +168,11 @@ def loaders_of_rows(
     batch, _ = default_batch(len(train), macs=0)
     device = device_of(model)
     train_loader = make_row_loader(train, batch, True, seed, device)
-    test_loader = make_row_loader(test, batch, False, seed, device)
     if not holds_out:
-        return train_loader, test_loader
-    searched, held_out = split(train, HELD_OUT, seed)
-    loaders = Loaders(
-        search=make_row_loader(searched, batch, True, seed, device),
-        held_out=make_row_loader(held_out, batch, False, seed, device),
-        train=train_loader,
-    )
-    return loaders, test_loader
+        return train_loader, make_row_loader(test, batch, False, seed, device)
+    tested, held_out = split(test, HELD_OUT, seed)
+    loaders = Loaders(search=train_loader, held_out=make_row_loader(held_out, batch, False, seed, device))
+    return loaders, make_row_loader(tested, batch, False, seed, device)
 
 
 def read_specs(search: SearchConfig | None, budget: Spec | Sequence[Spec] | None) -> list[Spec]:
@@ -222,18 +216,22 @@ def read_spec_within(search: SearchConfig | None, budget: Spec | Sequence[Spec] 
     return search.budget
 
 
-def with_held_out(loaders: Loaders) -> Loaders:
-    """The same batches; if no held-out ones were given, a part of those of the search, which it then does not see."""
+def with_held_out(loader: Loader | Loaders, val_loader: Loader) -> tuple[Loaders, Loader]:
+    """The same batches; if no held-out ones were given, a part of the tests, which is then not tested on.
+
+    Training images would not do: a trained model knows them, and its pruned copies forget some of them.
+    """
+    loaders = loader if isinstance(loader, Loaders) else Loaders(search=loader)
     if loaders.held_out is not None:
-        return loaders
-    parts = hold_out(loaders.search, HELD_OUT)
+        return loaders, val_loader
+    parts = hold_out(val_loader, HELD_OUT)
     if parts is None:
         raise DataError(
-            "within holds out a part of the training images, and can take it only from a list of batches or from a "
-            "DataLoader that shuffles by itself: pass dmcp.Loaders(search=..., held_out=..., train=...)."
+            "within decides on a part of the test images, and can take it only from a list of batches or from a "
+            "DataLoader with the usual samplers: pass dmcp.Loaders(search=..., held_out=...)."
         )
-    search, held_out = parts
-    return replace(loaders, search=search, held_out=held_out, train=loaders.final)
+    tested, held_out = parts
+    return replace(loaders, held_out=held_out), tested
 
 
 def check_method(name: str) -> bool:

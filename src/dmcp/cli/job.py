@@ -169,14 +169,15 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     teacher = _load_teacher(config, model, data, new_head, notes)
     graph = trace_job(config, model, data.shape)
 
-    # The images for the weights, for the alphas, and for the decision on a budget.
+    # The images for the weights, for the alphas, for the decision on a budget, and for the tests.
     train_set = data.train
     held_out = None
     if config.holdout:
         train_set, held_out = split(train_set, config.holdout, config.seed)
+    tested = data.test
     judged = None
     if config.within is not None:
-        train_set, judged = split(train_set, HELD_OUT, config.seed + 1)  # other images than those of --holdout
+        tested, judged = split(data.test, HELD_OUT, config.seed)
 
     # The settings that nobody typed follow the network and the data.
     trained = False
@@ -185,7 +186,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
             trained = _is_trained(config, model.to(device), data, graph, notes)
         config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained, has_batch_norms(model))
         reasons |= more_reasons
-    loaders, test = _make_loaders(config, train_set, held_out, judged, data, device)
+    loaders, test = _make_loaders(config, train_set, held_out, tested, judged, data, device)
     notes += _describe_enlargement(data.shape[1:], sample.image_size)
     return Job(
         model=model.to(device),
@@ -469,6 +470,7 @@ def _make_loaders(
     config: RunConfig,
     train: DataSet,
     held_out: DataSet | None,
+    tested: DataSet,
     judged: DataSet | None,
     data: DataSets,
     device: torch.device,
@@ -498,8 +500,8 @@ def _make_loaders(
     if sees_few:
         search = FewBatches(search, few_batches)
     arch = None if held_out is None else make(held_out, config.batch, True)
+    judge = None if judged is None else make(judged, config.batch, False)
     final = None
     if train is not data.train or sees_few or config.train_batch not in (0, config.batch):
         final = make(data.train, config.train_batch or config.batch, True)
-    judge = None if judged is None else make(judged, config.batch, False)
-    return Loaders(search=search, arch=arch, train=final, held_out=judge), make(data.test, config.batch, False)
+    return Loaders(search=search, arch=arch, train=final, held_out=judge), make(tested, config.batch, False)

@@ -111,7 +111,8 @@ class RunConfig:
     within: float | None = setting(
         None,
         "Points of accuracy that may be lost against --weights, instead of a budget: chooses the smallest network that "
-        "loses no more on held-out training images, or with --budget latency the fastest one.",
+        "loses no more, or with --budget latency the fastest one. Half of the test images decide, and the rows of the "
+        "table are of the other half.",
         0,
         group="Budget",
         commands=("prune",),

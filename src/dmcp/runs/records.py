@@ -170,7 +170,7 @@ class WithinOutcome:
     @property
     def evidence(self) -> str:
         """What the choice rests on."""
-        images = "held-out training images"
+        images = "held-out images"
         if self.samples:
             images = f"{self.samples:,} {images}"
         if self.error is not None:

@@ -18,7 +18,7 @@ from dmcp.errors import DataError
 from dmcp.runtime.distributed import World
 from dmcp.tracing.modules import tensors_in
 
-HELD_OUT = 0.2  # share of the training images that `within` decides on
+HELD_OUT = 0.5  # share of the test images that `within` decides on, and that are then not tested on
 
 
 class Loader(Protocol):
