@@ -14,9 +14,9 @@ is kept beside the file; weights of the teacher are in --weights, and are traine
 Rows: `latency`, `traffic` and `macs` are searches for such a budget (that of uniform widths at the time that is
 allowed); `uniform` are uniform widths. Each of them is scaled to the time as measured, in steps that the device likes,
 and trained from scratch. `l2` and `sensitivity` are the uniform widths again, cut out of the teacher, whose weights are
-kept: its strongest filters, or the channels that its outputs depend on most, refitted. `unpruned` is trained once more,
-taught by itself. All are trained with one recipe and have one teacher, and
-are tested once, on the test images.
+kept: its strongest filters, or the channels that its outputs depend on most, refitted. `latency-kept` are the widths of
+`latency`, cut likewise. `unpruned` is trained once more, taught by itself. All are trained with one recipe and have one
+teacher, and are tested once, on the test images.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from dmcp.units import table
 
 Line = dict[str, Any]
 UNPRUNED, UNIFORM, L2, SENSITIVITY = "unpruned", "uniform", "l2", "sensitivity"
-SEARCHED = ("latency", "traffic", "macs")
-KEPT = (L2, SENSITIVITY)  # uniform widths with the weights of the teacher
+LATENCY, LATENCY_KEPT = "latency", "latency-kept"
+SEARCHED = (LATENCY, "traffic", "macs")
+KEPT = {L2: UNIFORM, SENSITIVITY: UNIFORM, LATENCY_KEPT: LATENCY}  # rows with the teacher's weights: whose widths
 ROWS = (*SEARCHED, UNIFORM, *KEPT, UNPRUNED)
 REPEATS = 5  # of each final measurement
 ROUNDS = 6
@@ -284,7 +285,7 @@ def chosen_widths(problem: Problem, row: str) -> Widths:
     """The widths of a row."""
     if row == UNPRUNED:
         return problem.graph.full
-    found = problem.lines.of("choose", row=UNIFORM if row in KEPT else row)
+    found = problem.lines.of("choose", row=KEPT.get(row, row))
     if not found:
         raise SystemExit(f"The widths of {row} are not chosen: type the same command with `choose` first.")
     return problem.graph.widths(found[0]["widths"])

@@ -3,7 +3,7 @@
     python -m experiments.real.speeds --sources FOLDER
 
 FOLDER has the repositories that the other scripts name. Each network is built with its own weights, cut to the widths
-of the search, exported, and timed in turns with the unpruned one, in batches of one. Times are those of the processor,
+of the search, or else to uniform ones, exported, and timed in turns with the unpruned one, in batches of one. Times are those of the processor,
 which other programs hardly change; still, the machine should be idle.
 """
 
@@ -101,10 +101,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=SPEEDS)
     options = parser.parse_args()
 
-    widths: dict[tuple[str, str], dict[str, int]] = {}  # those of the search with the first seed
-    for row in read_rows(options.rows):
-        if row["row"] == row["method"] == "dmcp" and row["network"] in options.networks:
-            widths.setdefault((row["network"], row["budget"]), row["widths"])
+    widths: dict[tuple[str, str], dict[str, int]] = {}  # those of the first seed
+    for method in ("dmcp", "sensitivity"):
+        for row in read_rows(options.rows):
+            if row["row"] == row["method"] == method and row["network"] in options.networks:
+                widths.setdefault((row["network"], row["budget"]), row["widths"])
     for (name, budget), chosen in widths.items():
         network = NETWORKS[name]
         model, x = network.build(options.sources).eval(), torch.randn(1, *network.shape)
