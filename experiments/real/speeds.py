@@ -3,8 +3,8 @@
     python -m experiments.real.speeds --sources FOLDER
 
 FOLDER has the repositories that the other scripts name. Each network is built with its own weights, cut to the widths
-of the search, or else to uniform ones, exported, and timed in turns with the unpruned one, in batches of one. Times are those of the processor,
-which other programs hardly change; still, the machine should be idle.
+of the search, or else to uniform ones, exported, and timed in turns with the unpruned one, in batches of one. Times are
+those of the processor, which other programs hardly change; still, the machine should be idle.
 """
 
 from __future__ import annotations
