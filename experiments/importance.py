@@ -30,8 +30,11 @@ from foreign import NETWORKS, Batch, Foreign
 from torch import Tensor, nn
 
 import dmcp
+from dmcp.searching.allocation import widths_by_scores
+from dmcp.searching.bounds import allowed_widths
 from dmcp.searching.importance import ChannelRows, find_filters, find_rows, find_scales, strongest
 from dmcp.searching.importance import norms as norms_of
+from dmcp.searching.rounding import FILLED
 from dmcp.tracing.folds import run_folded, under_all_names
 from dmcp.tracing.graph import ChannelGraph
 from dmcp.tracing.widths import ChannelSpace, Widths
@@ -332,13 +335,25 @@ def uniform_widths(case: Case, budget: str) -> Widths:
     return dmcp.uniform(case.graph, budget)
 
 
+def widths_for(case: Case, scores: Scores, budget: str) -> Widths:
+    """Widths by scores, as `--method sensitivity` tries them beside uniform ones."""
+    allowed = allowed_widths(case.graph, None, None, None)
+    even = uniform_widths(case, budget)
+    return widths_by_scores(case.graph, dmcp.parse_budget(budget, case.graph), scores, even, allowed, FILLED)
+
+
 def measure(case: Case, scores: Scores, budget: str, correction: str, steps: int) -> dict[str, Any]:
-    """Cut the network by a score, and test it. The correction is "bias", "fit" (least squares) or none."""
+    """Cut the network by a score, and test it.
+
+    The correction is "bias", "fit" (least squares), "widths" (least squares, and widths by the score) or none.
+    """
     foreign = case.foreign
     widths = uniform_widths(case, budget)
+    if correction == "widths":
+        widths = widths_for(case, scores, budget)
     kept = {name: strongest(scores[name], width) for name, width in widths.items()}
     samples = None
-    if correction == "fit":
+    if correction in ("fit", "widths"):
         samples = foreign.batches(FITTED_ON // foreign.batch, foreign.batch, 7)
     start = time.perf_counter()
     small = dmcp.cut(case.model, case.graph, kept, batches=samples)
@@ -411,7 +426,7 @@ def table(results: Path) -> str:
     """The recorded rows as Markdown, right after the cut and after training; random is the mean of its seeds."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     columns = ["random", *(name for name in SCORES if not name.startswith("random") and name != "outputs-batch")]
-    columns += [f"{name}+fit" for name in ("random", "l2", "importance")]
+    columns += [*(f"{name}+fit" for name in ("random", "l2", "importance")), "importance+widths"]
     lines: list[str] = []
     for steps in sorted({row["steps"] for row in rows}):
         scores: dict[tuple[str, str], dict[str, list[float]]] = {}

@@ -301,7 +301,7 @@ def test_a_dry_run_says_what_was_chosen_and_why(weights: str, capsys: Capture) -
     assert facts["chosen"].keys() == {"batch", "epochs", "optimizer", "lr", "weight_decay"}
     assert [it["name"] for it in facts["stages"]] == ["l2"]
     facts = json.loads(run(capsys, *words, "--method", "sensitivity", "--baselines")[1])
-    assert [it["name"] for it in facts["stages"]] == ["unpruned", "sensitivity"]  # uniform is the same network
+    assert [it["name"] for it in facts["stages"]] == ["unpruned", "uniform", "sensitivity"]
 
 
 @pytest.mark.filterwarnings("always::dmcp.searching.search.SearchWarning")

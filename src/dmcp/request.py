@@ -31,7 +31,7 @@ Spec = int | float | str | Budget  # a budget as a user writes it
 
 DEFAULT_BUDGET = "50%"
 _PHOTO = 224  # side of what networks see of photographs
-SENSITIVITY = "sensitivity"  # uniform widths, and the channels that baselines keep where nothing is searched
+SENSITIVITY = "sensitivity"
 
 
 @checked
@@ -328,6 +328,4 @@ def choose_baselines(request: PruneRequest, model: nn.Module, *, trained: bool) 
 
 def other_networks(baselines: frozenset[str], method: str) -> frozenset[str]:
     """The baselines that are not the network of the method itself."""
-    if method == SENSITIVITY:
-        baselines -= {UNIFORM}  # the same channels
     return baselines - {method}

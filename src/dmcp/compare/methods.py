@@ -273,7 +273,7 @@ METHODS: dict[str, Method] = {
     "uniform-slimmable": Method(find_uniform, own=Own.SLIMMABLE, one_ratio=True),
     "l1": Method(find_l1, L1Config, trained=True, own=Own.FINETUNED, one_ratio=True),
     "l2": Method(find_l1, partial(L1Config, power=2), trained=True, own=Own.FINETUNED, one_ratio=True),
-    "sensitivity": Method(find_sensitivity, trained=True, own=Own.FINETUNED, one_ratio=True),
+    "sensitivity": Method(find_sensitivity, trained=True, own=Own.FINETUNED),
     "slimming": Method(find_slimming, SlimmingConfig, prepare_slimming, own=Own.FINETUNED, full=True),
     "autoslim": Method(find_autoslim, AutoSlimConfig, prepare_autoslim, own=Own.SLIMMABLE, holds_out=True),
     DMCP: Method(find_dmcp, DmcpConfig, own=Own.SLIMMABLE),

@@ -18,6 +18,7 @@ from dmcp.fields import check
 from dmcp.runtime.batches import Loader, device_of, on_device, size_of
 from dmcp.runtime.distributed import current
 from dmcp.runtime.engine import ResolvedEngine, resolve
+from dmcp.searching.allocation import widths_by_scores
 from dmcp.searching.bounds import AllowedWidths
 from dmcp.searching.budget import check_reachable, spent_shares
 from dmcp.searching.importance import Scores
@@ -80,6 +81,10 @@ class Problem:
     def uniform(self) -> Widths:
         """The same ratio for all spaces, as far as their bounds allow it."""
         return uniform(self.graph, self.budget, self.min_widths, self.align, max_channels=self.max_widths)
+
+    def by_scores(self, scores: Scores, even: Widths) -> Widths:
+        """Widths that are larger where channels have larger scores; even: those of `uniform`."""
+        return widths_by_scores(self.graph, self.budget, scores, even, self.options, FILLED)
 
     def round_to_budget(self, wish: Tensor) -> Widths:
         """The allowed widths nearest to these that use up the budget. (S,)"""

@@ -13,7 +13,7 @@ from dmcp.compare.problem import CHOOSING, Choice, MethodConfig, Prepared, Probl
 from dmcp.errors import TrainingError
 from dmcp.fields import setting
 from dmcp.runtime.batches import device_of
-from dmcp.runtime.distributed import current
+from dmcp.runtime.distributed import current, gather
 from dmcp.searching.importance import (
     ChannelRows,
     find_scales,
@@ -28,7 +28,7 @@ from dmcp.tracing.modules import narrow
 from dmcp.tracing.widths import ChannelSpace
 from dmcp.training.loop import train
 from dmcp.training.losses import Loss, classification_loss
-from dmcp.training.reconstruction import SAMPLES, refitted
+from dmcp.training.reconstruction import SAMPLES, output_error, refitted
 
 # one ratio, and the strongest channels
 
@@ -69,9 +69,9 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
 
 
 def find_sensitivity(problem: Problem, config: MethodConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
-    """Keep the channels that the outputs depend on most, the same share of every space, and refit their weights.
+    """Keep the channels that the outputs depend on most, and refit their weights. No labels are used.
 
-    No labels are used.
+    Widths follow the scores, too, where that leaves outputs that are nearer to those of the model than uniform widths.
     """
     model = loaded(problem, state)
     samples = problem.samples or first_samples(problem.loader, device_of(model), SAMPLES)
@@ -79,8 +79,20 @@ def find_sensitivity(problem: Problem, config: MethodConfig, state: Mapping[str,
         scores = problem.score()
     else:
         scores = scores_of(model, problem.graph, samples)
-    choice = keep_strongest(problem, state, lambda model, space: scores[space.name])
-    return replace(choice, model=refitted(model, problem.graph, choice.kept, samples))
+    even = problem.uniform()
+    choices: list[Choice] = []
+    for widths in dict.fromkeys((even, problem.by_scores(scores, even))):
+        kept = {space.name: strongest(scores[space.name], widths[space.name]) for space in problem.graph.spaces}
+        choices.append(Choice(widths=widths, kept=kept, model=refitted(model, problem.graph, kept, samples)))
+    if len(choices) == 1 or not all(gather(bool(samples), current())):
+        return choices[0]
+
+    errors: list[float] = []
+    for choice in choices:
+        small = narrow(choice.model or model, problem.graph.cuts(choice.kept), problem.graph.attributes(choice.kept))
+        errors.append(output_error(small, model, problem.graph, samples))
+    errors = gather(errors, current())[0]  # ranks have other samples
+    return choices[errors.index(min(errors))]
 
 
 # network slimming

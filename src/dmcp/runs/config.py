@@ -151,8 +151,7 @@ class RunConfig:
     )
     baselines: bool = setting(
         False,
-        "Also train the unpruned network and a network with uniform widths, as baselines. Networks of sensitivity "
-        "have uniform widths themselves.",
+        "Also train the unpruned network and a network with uniform widths, as baselines.",
         group=_TRAINING,
         commands=("prune",),
     )

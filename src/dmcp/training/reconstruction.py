@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from dmcp.tracing.modules import (
     modules_of,
     narrow,
     split_batch,
+    tensors_in,
     unwrap,
     without_autocast,
 )
+from dmcp.training.calibration import recalibrate
 
 SAMPLES = 512  # that are run through both networks, fewer where their activations would take too much memory
 _MEMORY = 2**31  # bytes of the largest activations of all samples
@@ -144,6 +147,29 @@ def _layers_to_fit(small: nn.Module) -> list[str]:
 def _unknowns(layer: nn.Module) -> int:
     """How many weights an output of a layer has."""
     return layer.get_parameter("weight")[0].numel()
+
+
+@without_autocast
+@torch.no_grad()
+def output_error(small: nn.Module, model: nn.Module, graph: ChannelGraph, batches: Iterable[Any]) -> float:
+    """How far the outputs of a cut network are from those of the model: a share of their squares, on a few samples.
+
+    Of several outputs it is the sum. The BatchNorms of the cut network are calibrated.
+    """
+    x = on_device(_first_samples(batches, _sample_count(graph)), device_of(model))
+    chunks = list(split_batch(x, _CHUNK))
+    recalibrate(small, [(chunk,) for chunk in chunks])
+    missing: dict[int, float] = defaultdict(float)  # by the number of the output
+    total: dict[int, float] = defaultdict(float)
+    with kept_modes(model), kept_modes(small):
+        model.eval()
+        small.eval()
+        for chunk in chunks:
+            outputs = zip(tensors_in(call_model(model, chunk)), tensors_in(call_model(small, chunk)), strict=True)
+            for number, (wanted, given) in enumerate(outputs):
+                missing[number] += (given - wanted).double().square().sum().item()
+                total[number] += wanted.double().square().sum().item()
+    return sum(missing[number] / max(total[number], 1e-30) for number in total)
 
 
 # what the layers should give
