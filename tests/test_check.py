@@ -154,7 +154,8 @@ def test_a_slow_loader_is_reported(here: Path, capsys: Capture, monkeypatch: pyt
     write_photos(here / "photos", (40, 40))
     monkeypatch.setattr("dmcp.cli.forecast.loader_pace", lambda *those: (100.0, loader_pace(*those)[1]))
     code, out, err = run(capsys, "prune", *NETWORK, "--dry-run", "--json", "--epochs", "1", "--workers", "1")
-    assert code == 0 and "search" in err and "--workers" in err and json.loads(out)["seconds"] > 100
+    assert code == 0 and "search" in err and json.loads(out)["seconds"] > 100
+    assert "--workers" in err or "more cores" in err  # the latter where one core is all there is
 
 
 def test_an_own_network_gets_images_of_one_size_as_they_are(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
