@@ -81,6 +81,29 @@ def test_a_copy_has_no_error_and_a_smaller_network_a_larger_one() -> None:
     assert same(before, state(model))
 
 
+class Found(torch.nn.Module):
+    """A detector: it gives the places with large numbers only, and their indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 8, 3)
+        self.last = torch.nn.Conv2d(8, 1, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.last(torch.relu(self.first(x))).flatten()
+        return {"scores": scores[scores > scores.mean()], "indices": (scores > scores.mean()).nonzero()}
+
+
+def test_outputs_of_other_shapes_cannot_be_compared() -> None:
+    torch.manual_seed(0)
+    model = Found()
+    batches = [(torch.randn(8, 3, 9, 9),)]
+    graph = traced_residual()[1]  # says only how many samples fit
+    other = Found()
+    assert output_error(other, model, graph, batches) == float("inf")
+    assert output_error(model, model, graph, batches) == 0
+
+
 @pytest.mark.parametrize("worse", [True, False])
 def test_the_nearer_outputs_decide(worse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = planted_problem(epochs=6)

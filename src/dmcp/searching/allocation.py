@@ -45,7 +45,7 @@ def _prices(graph: ChannelGraph, budget: Budget, even: Widths) -> list[float]:
         pair[:, number] = torch.tensor([fewer, more])
         less_cost, more_cost = spent_shares(budget, graph, pair).amax(dim=1).tolist()
         prices.append((more_cost - less_cost) / max(more - fewer, 1))
-    smallest = 1e-9 * max(prices)  # a channel that costs nothing is kept
+    smallest = max(1e-9 * max(prices), 1e-30)  # a channel that costs nothing is kept
     return [max(price, smallest) for price in prices]
 
 

@@ -154,7 +154,8 @@ def _unknowns(layer: nn.Module) -> int:
 def output_error(small: nn.Module, model: nn.Module, graph: ChannelGraph, batches: Iterable[Any]) -> float:
     """How far the outputs of a cut network are from those of the model: a share of their squares, on a few samples.
 
-    Of several outputs it is the sum. The BatchNorms of the cut network are calibrated.
+    Of several outputs it is the sum. It is infinite where outputs have other shapes, as those of detectors that give
+    only the objects that they find. The BatchNorms of the cut network are calibrated.
     """
     x = on_device(_first_samples(batches, _sample_count(graph)), device_of(model))
     chunks = list(split_batch(x, _CHUNK))
@@ -165,11 +166,19 @@ def output_error(small: nn.Module, model: nn.Module, graph: ChannelGraph, batche
         model.eval()
         small.eval()
         for chunk in chunks:
-            outputs = zip(tensors_in(call_model(model, chunk)), tensors_in(call_model(small, chunk)), strict=True)
-            for number, (wanted, given) in enumerate(outputs):
-                missing[number] += (given - wanted).double().square().sum().item()
-                total[number] += wanted.double().square().sum().item()
+            wanted = _numbers_in(call_model(model, chunk))
+            given = _numbers_in(call_model(small, chunk))
+            if [output.shape for output in wanted] != [output.shape for output in given]:
+                return math.inf
+            for number, (expected, found) in enumerate(zip(wanted, given, strict=True)):
+                missing[number] += (found - expected).square().sum().item()
+                total[number] += expected.square().sum().item()
     return sum(missing[number] / max(total[number], 1e-30) for number in total)
+
+
+def _numbers_in(outputs: Any) -> list[Tensor]:
+    """The outputs that are numbers and not indices, in double precision on the CPU."""
+    return [output.cpu().double() for output in tensors_in(outputs) if output.is_floating_point()]
 
 
 # what the layers should give
