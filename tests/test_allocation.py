@@ -14,11 +14,10 @@ from short_runs import traced_residual
 import dmcp
 from dmcp.compare.problem import Choice, MethodConfig, Problem
 from dmcp.compare.ranking import find_sensitivity
-from dmcp.searching.allocation import widths_by_scores
+from dmcp.searching.allocation import output_error, widths_by_scores
 from dmcp.searching.bounds import allowed_widths
 from dmcp.searching.rounding import FILLED
 from dmcp.tracing.widths import Widths
-from dmcp.training.reconstruction import output_error
 
 BUDGETS = ["50%", "params:40%", "traffic:70%", "60%,params:50%"]
 

@@ -14,6 +14,7 @@ from dmcp.errors import TrainingError
 from dmcp.fields import setting
 from dmcp.runtime.batches import device_of
 from dmcp.runtime.distributed import current, gather
+from dmcp.searching.allocation import output_error
 from dmcp.searching.importance import (
     ChannelRows,
     find_scales,
@@ -28,7 +29,7 @@ from dmcp.tracing.modules import narrow
 from dmcp.tracing.widths import ChannelSpace
 from dmcp.training.loop import train
 from dmcp.training.losses import Loss, classification_loss
-from dmcp.training.reconstruction import SAMPLES, output_error, refitted
+from dmcp.training.reconstruction import SAMPLES, refitted
 
 # one ratio, and the strongest channels
 

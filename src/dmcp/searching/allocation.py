@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmcp.budgets import Budget
+from dmcp.runtime.batches import device_of
 from dmcp.searching.bounds import AllowedWidths
 from dmcp.searching.budget import spent_shares
 from dmcp.searching.importance import Scores
 from dmcp.searching.rounding import round_to_budget
 from dmcp.tracing.graph import ChannelGraph
+from dmcp.tracing.modules import call_model, kept_modes, tensors_in, without_autocast
 from dmcp.tracing.widths import Widths
+from dmcp.training.calibration import recalibrate
+from dmcp.training.reconstruction import sample_chunks
 
 _STEP = 4  # the price of a channel is that of a change by this fraction of its space, since some costs have steps
 
@@ -64,3 +73,37 @@ def _most_valuable(graph: ChannelGraph, budget: Budget, values: list[Tensor]) ->
         else:
             too_low = middle
     return above(thresholds[high])
+
+
+# whether that was right
+
+
+@without_autocast
+@torch.no_grad()
+def output_error(small: nn.Module, model: nn.Module, graph: ChannelGraph, batches: Iterable[Any]) -> float:
+    """How far the outputs of a cut network are from those of the model: a share of their squares, on a few samples.
+
+    Of several outputs it is the sum. It is infinite where outputs have other shapes, as those of detectors that give
+    only the objects that they find. The BatchNorms of the cut network are calibrated.
+    """
+    chunks = sample_chunks(batches, graph, device_of(model))
+    recalibrate(small, [(chunk,) for chunk in chunks])
+    missing: dict[int, float] = defaultdict(float)  # by the number of the output
+    total: dict[int, float] = defaultdict(float)
+    with kept_modes(model), kept_modes(small):
+        model.eval()
+        small.eval()
+        for chunk in chunks:
+            wanted = _numbers_in(call_model(model, chunk))
+            given = _numbers_in(call_model(small, chunk))
+            if [output.shape for output in wanted] != [output.shape for output in given]:
+                return math.inf
+            for number, (expected, found) in enumerate(zip(wanted, given, strict=True)):
+                missing[number] += (found - expected).square().sum().item()
+                total[number] += expected.square().sum().item()
+    return sum(missing[number] / max(total[number], 1e-30) for number in total)
+
+
+def _numbers_in(outputs: Any) -> list[Tensor]:
+    """The outputs that are numbers and not indices, in double precision on the CPU."""
+    return [output.cpu().double() for output in tensors_in(outputs) if output.is_floating_point()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,11 +26,9 @@ from dmcp.tracing.modules import (
     modules_of,
     narrow,
     split_batch,
-    tensors_in,
     unwrap,
     without_autocast,
 )
-from dmcp.training.calibration import recalibrate
 
 SAMPLES = 512  # that are run through both networks, fewer where their activations would take too much memory
 _MEMORY = 2**31  # bytes of the largest activations of all samples
@@ -149,36 +146,10 @@ def _unknowns(layer: nn.Module) -> int:
     return layer.get_parameter("weight")[0].numel()
 
 
-@without_autocast
-@torch.no_grad()
-def output_error(small: nn.Module, model: nn.Module, graph: ChannelGraph, batches: Iterable[Any]) -> float:
-    """How far the outputs of a cut network are from those of the model: a share of their squares, on a few samples.
-
-    Of several outputs it is the sum. It is infinite where outputs have other shapes, as those of detectors that give
-    only the objects that they find. The BatchNorms of the cut network are calibrated.
-    """
-    x = on_device(_first_samples(batches, _sample_count(graph)), device_of(model))
-    chunks = list(split_batch(x, _CHUNK))
-    recalibrate(small, [(chunk,) for chunk in chunks])
-    missing: dict[int, float] = defaultdict(float)  # by the number of the output
-    total: dict[int, float] = defaultdict(float)
-    with kept_modes(model), kept_modes(small):
-        model.eval()
-        small.eval()
-        for chunk in chunks:
-            wanted = _numbers_in(call_model(model, chunk))
-            given = _numbers_in(call_model(small, chunk))
-            if [output.shape for output in wanted] != [output.shape for output in given]:
-                return math.inf
-            for number, (expected, found) in enumerate(zip(wanted, given, strict=True)):
-                missing[number] += (found - expected).square().sum().item()
-                total[number] += expected.square().sum().item()
-    return sum(missing[number] / max(total[number], 1e-30) for number in total)
-
-
-def _numbers_in(outputs: Any) -> list[Tensor]:
-    """The outputs that are numbers and not indices, in double precision on the CPU."""
-    return [output.cpu().double() for output in tensors_in(outputs) if output.is_floating_point()]
+def sample_chunks(batches: Iterable[Any], graph: ChannelGraph, device: torch.device) -> list[Any]:
+    """The samples that networks are refitted on, in parts of a few."""
+    x = on_device(_first_samples(batches, _sample_count(graph)), device)
+    return list(split_batch(x, _CHUNK))
 
 
 # what the layers should give
