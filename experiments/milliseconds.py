@@ -311,7 +311,7 @@ def train(problem: Problem, row: str, seeds: Iterable[int]) -> None:
 
 
 def cut_teacher(problem: Problem, teacher: nn.Module, widths: Widths, row: str) -> nn.Module:
-    """The teacher with these widths, as a method of `dmcp prune` cuts without a search."""
+    """The teacher with these widths: its strongest filters, or the channels that matter most, refitted."""
     batches = problem.loader(problem.train, True)
     if row == L2:
         network = dmcp.cut(teacher, problem.graph, widths, by="l2")

@@ -83,8 +83,8 @@ def prune(
         settings or else the middle one of the list; see `by_budget` of the result.
     within: the largest loss against the model, instead of a budget: 0.5 points of accuracy, or in the unit of your own
         metric. The smallest network is chosen that loses no more; with budget="latency" the fastest one, and so for
-        the other kinds of cost. Short trainings decide on half of the tests, and the rows of the table are of the
-        other half; pass `dmcp.Loaders` with `held_out` to decide on other images. The model must be trained.
+        the other kinds of cost. Short trainings decide on half of the test images, and the rows of the table are
+        of the other half; pass `dmcp.Loaders` with `held_out` to decide on other images. The model must be trained.
     method: "dmcp" searches. "sensitivity", "l2" and the other methods of `dmcp compare` choose widths and channels
         in their own way; the resulting networks are trained and tested in the same way. After "sensitivity", the
         weights that are left are refitted to the outputs of each layer, as by `cut` with batches.

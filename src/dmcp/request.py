@@ -217,7 +217,7 @@ def read_spec_within(search: SearchConfig | None, budget: Spec | Sequence[Spec] 
 
 
 def with_held_out(loader: Loader | Loaders, val_loader: Loader) -> tuple[Loaders, Loader]:
-    """The same batches; if no held-out ones were given, a part of the tests, which is then not tested on.
+    """The batches with held-out ones, and those of the final test: if none were given, half of the test images each.
 
     Training images would not do: a trained model knows them, and its pruned copies forget some of them.
     """
@@ -227,8 +227,8 @@ def with_held_out(loader: Loader | Loaders, val_loader: Loader) -> tuple[Loaders
     parts = hold_out(val_loader, HELD_OUT)
     if parts is None:
         raise DataError(
-            "within decides on a part of the test images, and can take it only from a list of batches or from a "
-            "DataLoader with the usual samplers: pass dmcp.Loaders(search=..., held_out=...)."
+            "within decides on a part of the test images, and can take it only from a list of at least two batches or "
+            "from a DataLoader with the usual samplers: pass dmcp.Loaders(search=..., held_out=...)."
         )
     tested, held_out = parts
     return replace(loaders, held_out=held_out), tested

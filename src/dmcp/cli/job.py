@@ -174,10 +174,10 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
     held_out = None
     if config.holdout:
         train_set, held_out = split(train_set, config.holdout, config.seed)
-    tested = data.test
     judged = None
     if config.within is not None:
         tested, judged = split(data.test, HELD_OUT, config.seed)
+        data = replace(data, test=tested)
 
     # The settings that nobody typed follow the network and the data.
     trained = False
@@ -186,7 +186,7 @@ def open_job(config: RunConfig, typed: Mapping[str, Any] | None = None) -> Job:
             trained = _is_trained(config, model.to(device), data, graph, notes)
         config, more_reasons = settle(config, typed, len(train_set), graph.macs(), trained, has_batch_norms(model))
         reasons |= more_reasons
-    loaders, test = _make_loaders(config, train_set, held_out, tested, judged, data, device)
+    loaders, test = _make_loaders(config, train_set, held_out, judged, data, device)
     notes += _describe_enlargement(data.shape[1:], sample.image_size)
     return Job(
         model=model.to(device),
@@ -470,7 +470,6 @@ def _make_loaders(
     config: RunConfig,
     train: DataSet,
     held_out: DataSet | None,
-    tested: DataSet,
     judged: DataSet | None,
     data: DataSets,
     device: torch.device,
@@ -504,4 +503,4 @@ def _make_loaders(
     final = None
     if train is not data.train or sees_few or config.train_batch not in (0, config.batch):
         final = make(data.train, config.train_batch or config.batch, True)
-    return Loaders(search=search, arch=arch, train=final, held_out=judge), make(tested, config.batch, False)
+    return Loaders(search=search, arch=arch, train=final, held_out=judge), make(data.test, config.batch, False)

@@ -268,6 +268,8 @@ def evaluate(run: Path, changes: Mapping[str, Any], model: str, as_json: bool) -
     stored, config = _read_settings(run, WIDTHS, model)
     same_data = changes.get("data", config.data) == config.data
     config = replace(config, train_batch=0, weights="", teacher="", teacher_model="", holdout=0.0, **changes)
+    if not same_data:
+        config = replace(config, within=None)  # none of these images decided on the budget
     check_data_is_here(run, config)
     job = open_job(config)
     try:

@@ -82,9 +82,9 @@ class Problem:
         """The same ratio for all spaces, as far as their bounds allow it."""
         return uniform(self.graph, self.budget, self.min_widths, self.align, max_channels=self.max_widths)
 
-    def by_scores(self, scores: Scores, even: Widths) -> Widths:
-        """Widths that are larger where channels have larger scores; even: those of `uniform`."""
-        return widths_by_scores(self.graph, self.budget, scores, even, self.options, FILLED)
+    def by_scores(self, scores: Scores, uniform_widths: Widths) -> Widths:
+        """Widths that are larger where channels have larger scores."""
+        return widths_by_scores(self.graph, self.budget, scores, uniform_widths, self.options, FILLED)
 
     def round_to_budget(self, wish: Tensor) -> Widths:
         """The allowed widths nearest to these that use up the budget. (S,)"""

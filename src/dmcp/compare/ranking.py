@@ -72,7 +72,8 @@ def find_l1(problem: Problem, config: L1Config, state: Mapping[str, Tensor] | No
 def find_sensitivity(problem: Problem, config: MethodConfig, state: Mapping[str, Tensor] | None = None) -> Choice:
     """Keep the channels that the outputs depend on most, and refit their weights. No labels are used.
 
-    Widths follow the scores, too, where that leaves outputs that are nearer to those of the model than uniform widths.
+    Two sets of widths are tried, uniform ones and those that follow the scores. The one whose outputs are nearer to the
+    model's is kept.
     """
     model = loaded(problem, state)
     samples = problem.samples or first_samples(problem.loader, device_of(model), SAMPLES)
@@ -80,9 +81,9 @@ def find_sensitivity(problem: Problem, config: MethodConfig, state: Mapping[str,
         scores = problem.score()
     else:
         scores = scores_of(model, problem.graph, samples)
-    even = problem.uniform()
+    uniform_widths = problem.uniform()
     choices: list[Choice] = []
-    for widths in dict.fromkeys((even, problem.by_scores(scores, even))):
+    for widths in dict.fromkeys((uniform_widths, problem.by_scores(scores, uniform_widths))):
         kept = {space.name: strongest(scores[space.name], widths[space.name]) for space in problem.graph.spaces}
         choices.append(Choice(widths=widths, kept=kept, model=refitted(model, problem.graph, kept, samples)))
     if len(choices) == 1 or not all(gather(bool(samples), current())):

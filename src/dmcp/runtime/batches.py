@@ -192,8 +192,8 @@ def hold_out(loader: Any, share: float) -> tuple[Loader, Loader] | None:
     if not kept or not held_out:
         return None
     return (
-        _with_samples(loader, kept, shuffle=is_shuffled, drop_last=loader.drop_last),
-        _with_samples(loader, held_out, shuffle=False, drop_last=False),
+        _with_samples(loader, kept, shuffle=is_shuffled),
+        _with_samples(loader, held_out, shuffle=False),
     )
 
 
@@ -204,8 +204,8 @@ def _parts(count: int, share: float) -> tuple[list[int], list[int]]:
     return sorted(order[held_out:]), sorted(order[:held_out])
 
 
-def _with_samples(loader: DataLoader[Any], samples: list[int], *, shuffle: bool, drop_last: bool) -> DataLoader[Any]:
-    """A DataLoader like another one, for some of its samples."""
+def _with_samples(loader: DataLoader[Any], samples: list[int], *, shuffle: bool) -> DataLoader[Any]:
+    """A DataLoader like another one, for some of its samples, of which it drops none."""
     return DataLoader(
         Subset(loader.dataset, samples),
         batch_size=loader.batch_size,
@@ -213,7 +213,7 @@ def _with_samples(loader: DataLoader[Any], samples: list[int], *, shuffle: bool,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        drop_last=drop_last,
+        drop_last=False,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,

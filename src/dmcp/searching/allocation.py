@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dmcp.budgets import Budget
-from dmcp.runtime.batches import device_of
+from dmcp.runtime.batches import device_of, size_of
 from dmcp.searching.bounds import AllowedWidths
 from dmcp.searching.budget import spent_shares
 from dmcp.searching.importance import Scores
@@ -22,47 +22,53 @@ from dmcp.tracing.widths import Widths
 from dmcp.training.calibration import recalibrate
 from dmcp.training.reconstruction import sample_chunks
 
-_STEP = 4  # the price of a channel is that of a change by this fraction of its space, since some costs have steps
+_QUARTER = 4  # a price is measured over a change by a quarter of the space at least, since some costs rise in steps
 
 
 def widths_by_scores(
-    graph: ChannelGraph, budget: Budget, scores: Scores, even: Widths, allowed: AllowedWidths, tolerance: float
+    graph: ChannelGraph, budget: Budget, scores: Scores, uniform: Widths, allowed: AllowedWidths, tolerance: float
 ) -> Widths:
     """Widths half-way between uniform ones and those that keep most of the scores at the same cost.
 
     Scores say what is lost if one channel goes alone. Where nearly all channels of a space go, they say too little, so
-    widths stay between both: the geometric mean, rounded to the budget.
-
-    even: the uniform widths.
+    the result is the geometric mean of the two, rounded to the budget.
     """
-    prices = _prices(graph, budget, even)
+    prices = _prices(graph, budget, uniform)
     values = [scores[space.name].double().cpu() / price for space, price in zip(graph.spaces, prices, strict=True)]
-    needed = _most_valuable(graph, budget, values)
-    wish = (even.tensor() * needed).double().sqrt()
+    needed = _most_valuable(graph, budget, values, allowed)
+    wish = (uniform.tensor() * needed).double().sqrt()
     return round_to_budget(graph, budget, wish, allowed, tolerance)
 
 
-def _prices(graph: ChannelGraph, budget: Budget, even: Widths) -> list[float]:
-    """What one more channel of each space costs, as a share of the binding limit, near uniform widths."""
+def _prices(graph: ChannelGraph, budget: Budget, uniform: Widths) -> list[float]:
+    """What one more channel of each space costs near uniform widths, as a share of the limit that it fills most."""
     prices: list[float] = []
     for number, space in enumerate(graph.spaces):
-        step = max(1, space.size // _STEP)
-        width = even[space.name]
-        fewer = max(1, width - step)
-        more = min(space.size, width + step)
-        pair = even.tensor().repeat(2, 1)
-        pair[:, number] = torch.tensor([fewer, more])
-        less_cost, more_cost = spent_shares(budget, graph, pair).amax(dim=1).tolist()
-        prices.append((more_cost - less_cost) / max(more - fewer, 1))
-    smallest = max(1e-9 * max(prices), 1e-30)  # a channel that costs nothing is kept
-    return [max(price, smallest) for price in prices]
+        width = uniform[space.name]
+        step = max(1, space.size // _QUARTER)
+        price = 0.0
+        while price <= 0 and step < 2 * space.size:  # further, where the cost is flat
+            fewer = max(1, width - step)
+            more = min(space.size, width + step)
+            pair = uniform.tensor().repeat(2, 1)
+            pair[:, number] = torch.tensor([fewer, more])
+            less_cost, more_cost = spent_shares(budget, graph, pair)
+            price = (more_cost - less_cost).max().item() / max(more - fewer, 1)
+            step *= 2
+        prices.append(price)
+    if max(prices) <= 0:
+        return [1.0] * len(prices)
+    return [max(price, 1e-9 * max(prices)) for price in prices]  # a channel that costs nothing is kept
 
 
-def _most_valuable(graph: ChannelGraph, budget: Budget, values: list[Tensor]) -> Tensor:
-    """How many channels of each space are above the lowest threshold that the budget allows, at least one. -> (S,)"""
+def _most_valuable(graph: ChannelGraph, budget: Budget, values: list[Tensor], allowed: AllowedWidths) -> Tensor:
+    """How many channels of each space are above the lowest threshold that the budget allows. -> (S,)"""
+    smallest = allowed.widths(torch.zeros_like(allowed.last))
+    largest = allowed.widths(allowed.last)
 
     def above(threshold: float) -> Tensor:
-        return torch.tensor([max(1, int((of_space >= threshold).sum())) for of_space in values])
+        counts = torch.tensor([int((of_space >= threshold).sum()) for of_space in values])
+        return counts.maximum(smallest).minimum(largest)
 
     thresholds = sorted(set(torch.cat(values).tolist()))
     too_low, high = -1, len(thresholds) - 1
@@ -83,11 +89,13 @@ def _most_valuable(graph: ChannelGraph, budget: Budget, values: list[Tensor]) ->
 def output_error(small: nn.Module, model: nn.Module, graph: ChannelGraph, batches: Iterable[Any]) -> float:
     """How far the outputs of a cut network are from those of the model: a share of their squares, on a few samples.
 
-    Of several outputs it is the sum. It is infinite where outputs have other shapes, as those of detectors that give
-    only the objects that they find. The BatchNorms of the cut network are calibrated.
+    Of several outputs it is the sum. It is infinite where outputs are not finite, or have other shapes, as those of
+    detectors that give only the objects that they find. The BatchNorms of the cut network are calibrated.
     """
     chunks = sample_chunks(batches, graph, device_of(model))
-    recalibrate(small, [(chunk,) for chunk in chunks])
+    several = [(chunk,) for chunk in chunks if size_of((chunk,)) > 1]  # one sample alone has no statistics
+    if several:
+        recalibrate(small, several)
     missing: dict[int, float] = defaultdict(float)  # by the number of the output
     total: dict[int, float] = defaultdict(float)
     with kept_modes(model), kept_modes(small):
@@ -101,7 +109,8 @@ def output_error(small: nn.Module, model: nn.Module, graph: ChannelGraph, batche
             for number, (expected, found) in enumerate(zip(wanted, given, strict=True)):
                 missing[number] += (found - expected).square().sum().item()
                 total[number] += expected.square().sum().item()
-    return sum(missing[number] / max(total[number], 1e-30) for number in total)
+    error = sum(missing[number] / max(total[number], 1e-30) for number in total)
+    return error if math.isfinite(error) else math.inf
 
 
 def _numbers_in(outputs: Any) -> list[Tensor]:
