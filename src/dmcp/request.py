@@ -217,7 +217,9 @@ def read_spec_within(search: SearchConfig | None, budget: Spec | Sequence[Spec] 
 
 
 def with_held_out(loader: Loader | Loaders, val_loader: Loader) -> tuple[Loaders, Loader]:
-    """The batches with held-out ones, and those of the final test: if none were given, half of the test images each.
+    """The loaders with images that `within` decides on, and the batches of the final test.
+
+    If no such images were given, they are half of the test images, and the final test has the other half.
 
     Training images would not do: a trained model knows them, and its pruned copies forget some of them.
     """

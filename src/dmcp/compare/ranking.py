@@ -81,19 +81,25 @@ def find_sensitivity(problem: Problem, config: MethodConfig, state: Mapping[str,
         scores = problem.score()
     else:
         scores = scores_of(model, problem.graph, samples)
+    graph = problem.graph
     uniform_widths = problem.uniform()
-    choices: list[Choice] = []
-    for widths in dict.fromkeys((uniform_widths, problem.by_scores(scores, uniform_widths))):
-        kept = {space.name: strongest(scores[space.name], widths[space.name]) for space in problem.graph.spaces}
-        choices.append(Choice(widths=widths, kept=kept, model=refitted(model, problem.graph, kept, samples)))
-    if len(choices) == 1 or not all(gather(bool(samples), current())):
-        return choices[0]
+    candidates = [uniform_widths]
+    widths_by_scores = problem.by_scores(scores, uniform_widths)
+    if widths_by_scores != uniform_widths and all(gather(bool(samples), current())):
+        candidates.append(widths_by_scores)
 
+    choices: list[Choice] = []
     errors: list[float] = []
-    for choice in choices:
-        small = narrow(choice.model or model, problem.graph.cuts(choice.kept), problem.graph.attributes(choice.kept))
-        errors.append(output_error(small, model, problem.graph, samples))
-    errors = gather(errors, current())[0]  # ranks have other samples
+    for widths in candidates:
+        kept = {space.name: strongest(scores[space.name], widths[space.name]) for space in graph.spaces}
+        refitted_model = refitted(model, graph, kept, samples)
+        choices.append(Choice(widths=widths, kept=kept, model=refitted_model))
+        if len(candidates) > 1:
+            small = narrow(refitted_model, graph.cuts(kept), graph.attributes(kept))
+            errors.append(output_error(small, model, graph, samples))
+    if len(choices) == 1:
+        return choices[0]
+    errors = gather(errors, current())[0]  # ranks have other samples: the first one decides
     return choices[errors.index(min(errors))]
 
 

@@ -81,7 +81,7 @@ def _most_valuable(graph: ChannelGraph, budget: Budget, values: list[Tensor], al
     return above(thresholds[high])
 
 
-# whether that was right
+# how near a cut network is to the model
 
 
 @without_autocast
@@ -102,13 +102,13 @@ def output_error(small: nn.Module, model: nn.Module, graph: ChannelGraph, batche
         model.eval()
         small.eval()
         for chunk in chunks:
-            wanted = _numbers_in(call_model(model, chunk))
-            given = _numbers_in(call_model(small, chunk))
-            if [output.shape for output in wanted] != [output.shape for output in given]:
+            outputs_before = _numbers_in(call_model(model, chunk))
+            outputs_after = _numbers_in(call_model(small, chunk))
+            if [output.shape for output in outputs_before] != [output.shape for output in outputs_after]:
                 return math.inf
-            for number, (expected, found) in enumerate(zip(wanted, given, strict=True)):
-                missing[number] += (found - expected).square().sum().item()
-                total[number] += expected.square().sum().item()
+            for number, (before, after) in enumerate(zip(outputs_before, outputs_after, strict=True)):
+                missing[number] += (after - before).square().sum().item()
+                total[number] += before.square().sum().item()
     error = sum(missing[number] / max(total[number], 1e-30) for number in total)
     return error if math.isfinite(error) else math.inf
 
